@@ -1,0 +1,54 @@
+# make demo       trains tiny_bf16, tiny_fp8 and tiny_nvfp4 on real text and prints the loss-parity report
+# make test       the whole suite; what .ci/run calls
+# make test-long  what takes minutes: README's long commands, larger sweeps
+# Each target makes .venv and installs what it needs on first use (PYTHON=... chooses the interpreter).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-long test-mcore019 check clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+install: $(STAMP)
+
+# The stamp depends on everything that decides what is installed. `touch` comes last, so an
+# interrupted installation is started again. torch is pinned in constraints.txt.
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "== installing nvfp4[test] (a few minutes the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/nvfp4 train tiny_bf16
+	@$(BIN)/nvfp4 train tiny_fp8
+	@$(BIN)/nvfp4 train tiny_nvfp4
+	@$(BIN)/nvfp4 parity runs/tiny_bf16 runs/tiny_fp8 runs/tiny_nvfp4 --out runs/parity || test $$? -eq 4
+
+# One process a core, one thread each: the suite is many small tensors.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" tests
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long tests
+
+# The same suite against megatron-core 0.19, in an environment of its own. Its wheels for
+# Python 3.11 exist but are marked for 3.12 and newer, hence the two flags.
+MCORE019 := .venv-mcore019
+test-mcore019: pyproject.toml constraints.txt
+	@test -x $(MCORE019)/bin/python || $(PYTHON) -m venv $(MCORE019)
+	@$(MCORE019)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
+	@$(MCORE019)/bin/python -m pip install --disable-pip-version-check -q --no-deps --ignore-requires-python megatron-core==0.19.2
+	OMP_NUM_THREADS=1 $(MCORE019)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests
+
+check: $(STAMP)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+clean:
+	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

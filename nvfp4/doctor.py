@@ -1,0 +1,159 @@
+"""`nvfp4 doctor`: what runs on this machine, in which way, and what would change it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+REQUIRED = (
+    "torch", "megatron-core", "numpy", "datasets", "tokenizers", "tensorboard", "safetensors",
+    "pydantic", "omegaconf", "matplotlib", "scipy", "psutil", "einops", "triton",
+)  # fmt: skip
+OPTIONAL = {
+    "transformer-engine": "the Transformer Engine spec on GPUs",
+    "mamba-ssm": "the fused Mamba-2 scan on GPUs",
+    "causal-conv1d": "the fused causal convolution on GPUs",
+    "transformers": "comparison with NemotronHForCausalLM",
+}
+NATIVE_FP4 = "Blackwell (sm_100, sm_103, sm_120 or sm_121)"
+
+
+def version_of(package: str) -> str | None:
+    """Installed version of a distribution, or None. Does not import it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of this toolkit, of Python and of every installed package it knows by name."""
+    found = {"python": platform.python_version(), "nvfp4": version_of("nvfp4") or "not installed"}
+    for package in (*REQUIRED, *OPTIONAL):
+        if (installed := version_of(package)) is not None:
+            found[package] = installed
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's model name, as the operating system reports it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_lines() -> list[str]:
+    """One line per compute device that torch sees."""
+    import torch
+
+    lines = [
+        f"cpu      {cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    ]
+    if not torch.cuda.is_available():
+        return [*lines, "gpu      none: training runs on the CPU, over gloo"]
+    for i in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        memory = torch.cuda.get_device_properties(i).total_memory / 2**30
+        how = "has FP4 tensor cores" if major >= 10 else f"no FP4 tensor cores (needs {NATIVE_FP4})"
+        name = torch.cuda.get_device_name(i)
+        lines.append(f"gpu {i}    {name} (sm_{major}{minor}, {memory:.0f} GiB), {how}")
+    return lines
+
+
+def package_lines() -> tuple[list[str], bool]:
+    """The table of packages, and whether every required one is installed."""
+    lines, complete = [], True
+    for package in REQUIRED:
+        installed = version_of(package)
+        complete &= installed is not None
+        lines.append(f"{package:<20}{installed or 'MISSING: pip install -e .'}")
+    for package, purpose in OPTIONAL.items():
+        installed = version_of(package) or "not installed (optional)"
+        lines.append(f"{package:<20}{installed}: {purpose}")
+    return lines, complete
+
+
+def numerics_line() -> tuple[str, bool]:
+    """Runs the three GEMMs of one NVFP4 linear and compares fprop with decoded operands in FP64."""
+    import torch
+
+    from nvfp4.numerics.gemm import gemm
+    from nvfp4.numerics.quantize import dequantize, quantize
+    from nvfp4.numerics.spec import NVFP4, NVFP4_2D
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 64, generator=generator).bfloat16()
+    w = torch.randn(48, 64, generator=generator).bfloat16()
+    qx, qw = quantize(x, NVFP4), quantize(w, NVFP4_2D)
+    y = gemm(qx, qw, out_dtype=torch.float32)
+    exact = dequantize(qx).double() @ dequantize(qw).double().t()
+    error = ((y.double() - exact).abs().max() / exact.abs().max()).item()
+    ok = error < 1e-6
+    return f"{'ok' if ok else 'WRONG':<9}one NVFP4 GEMM against FP64: relative {error:.1e}", ok
+
+
+def mamba_line() -> str:
+    """Which kernels the Mamba mixer uses here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch    chunked scan and convolution in plain PyTorch (no GPU here)"
+    missing = [m for m in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(m) is None]
+    if missing:
+        return f"torch    plain PyTorch; {', '.join(missing)} not installed (pip install 'nvfp4[gpu]')"
+    return "fused    mamba_ssm scan and causal_conv1d convolution"
+
+
+def doctor(echo: Callable[[str], None] = print) -> int:
+    """Prints the report; 0 if training can run here, 3 if a required part is missing or wrong."""
+    echo(f"nvfp4 {version_of('nvfp4') or '(not installed)'}   python {platform.python_version()}")
+    echo("\npackages")
+    lines, complete = package_lines()
+    for line in lines:
+        echo(f"  {line}")
+    links = {name: (Path(__file__).parent / name).is_dir() for name in ("models", "data", "recipes")}
+    for name, there in links.items():
+        if not there:
+            echo(f"  nvfp4/{name} MISSING: git config core.symlinks true && git checkout .")
+    if not complete or not all(links.values()):
+        echo("\nresult    no: install the missing parts first")
+        return 3
+    if version_of("transformer-engine") and not _cuda():
+        echo("  transformer-engine is installed but there is no CUDA: importing megatron.core fails;")
+        echo("  pip uninstall transformer-engine")
+        return 3
+
+    echo("\ndevices")
+    for line in device_lines():
+        echo(f"  {line}")
+
+    from nvfp4.backends import choose
+
+    choice = choose("auto")
+    echo("\nbackends")
+    for reason in choice.reasons:
+        echo(f"  {reason}")
+    line, ok = numerics_line()
+    echo(f"  {choice.name:<11}{line}")
+    echo(f"\nmamba\n  {mamba_line()}")
+    echo(f"\nresult    {'ok: nvfp4 train tiny_nvfp4' if ok else 'the numerics are wrong here'}")
+    return 0 if ok else 3
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(doctor())
