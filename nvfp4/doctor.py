@@ -55,9 +55,8 @@ def device_lines() -> list[str]:
     """One line per compute device that torch sees."""
     import torch
 
-    lines = [
-        f"cpu      {cpu_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    ]
+    threads = torch.get_num_threads()
+    lines = [f"cpu      {cpu_name()}, {os.cpu_count()} cores, torch uses {threads} threads"]
     if not torch.cuda.is_available():
         return [*lines, "gpu      none: training runs on the CPU, over gloo"]
     for i in range(torch.cuda.device_count()):
@@ -109,7 +108,9 @@ def mamba_line() -> str:
         return "torch    chunked scan and convolution in plain PyTorch (no GPU here)"
     missing = [m for m in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(m) is None]
     if missing:
-        return f"torch    plain PyTorch; {', '.join(missing)} not installed (pip install 'nvfp4[gpu]')"
+        return (
+            f"torch    plain PyTorch; {', '.join(missing)} not installed (pip install 'nvfp4[gpu]')"
+        )
     return "fused    mamba_ssm scan and causal_conv1d convolution"
 
 
@@ -120,7 +121,9 @@ def doctor(echo: Callable[[str], None] = print) -> int:
     lines, complete = package_lines()
     for line in lines:
         echo(f"  {line}")
-    links = {name: (Path(__file__).parent / name).is_dir() for name in ("models", "data", "recipes")}
+    links = {
+        name: (Path(__file__).parent / name).is_dir() for name in ("models", "data", "recipes")
+    }
     for name, there in links.items():
         if not there:
             echo(f"  nvfp4/{name} MISSING: git config core.symlinks true && git checkout .")
@@ -128,7 +131,9 @@ def doctor(echo: Callable[[str], None] = print) -> int:
         echo("\nresult    no: install the missing parts first")
         return 3
     if version_of("transformer-engine") and not _cuda():
-        echo("  transformer-engine is installed but there is no CUDA: importing megatron.core fails;")
+        echo(
+            "  transformer-engine is installed but there is no CUDA: importing megatron.core fails;"
+        )
         echo("  pip uninstall transformer-engine")
         return 3
 

@@ -1,4 +1,4 @@
-"""The floors: imports point down only, recipes are checked without torch, no file outgrows its room."""
+"""Imports point down only, recipes are checked without torch, no file outgrows its room."""
 
 import ast
 import subprocess
@@ -59,7 +59,9 @@ def test_imports_point_down(module):
         assert there <= here, f"{module} (floor {here}) imports nvfp4.{name} (floor {there})"
         if there == here:
             same = family_of(name) == family_of(module)
-            assert same, f"{module} and nvfp4.{name} stand side by side and must not import each other"
+            assert same, (
+                f"{module} and nvfp4.{name} stand side by side and must not import each other"
+            )
 
 
 def test_recipes_are_checked_without_torch():

@@ -66,7 +66,11 @@ def test_links_are_committed_as_links(name):
     link = ROOT / "nvfp4" / name
     assert link.is_symlink() and link.readlink() == Path("..") / name
     mode = subprocess.run(
-        ["git", "ls-files", "-s", f"nvfp4/{name}"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-s", f"nvfp4/{name}"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split()[0]
     assert mode == "120000"
 

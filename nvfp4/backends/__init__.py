@@ -1,0 +1,71 @@
+"""Which code computes the numbers. All backends give the same bits; they differ in speed only.
+
+A backend is a module beside this one with
+
+    unsupported_reason() -> str | None     why it cannot run on this machine
+    quantize, transpose, gemm              as in nvfp4.numerics, equal to them bit for bit
+
+The choice is made once, before training, and nothing falls back afterwards.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from nvfp4.errors import MachineError, UserError
+
+NAMES = ("reference",)  # fastest first: `auto` takes the first that this machine supports
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A chosen backend: its name, one line per backend looked at, and its functions."""
+
+    name: str
+    reasons: tuple[str, ...]
+    quantize: Callable[..., Any]
+    transpose: Callable[..., Any]
+    gemm: Callable[..., Any]
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"nvfp4.backends.{name}")
+
+
+def choose(requested: str = "auto") -> Backend:
+    """The requested backend, or with `auto` the first in NAMES that this machine supports.
+
+    Raises UserError at an unknown name, MachineError if the requested one cannot run here.
+    """
+    if requested not in ("auto", *NAMES):
+        allowed = ", ".join(("auto", *NAMES))
+        raise UserError(f"run.backend: unknown backend {requested!r}; allowed: {allowed}")
+    reasons = []
+    for name in NAMES if requested == "auto" else (requested,):
+        module = _module(name)
+        reason = module.unsupported_reason()
+        if reason is None:
+            why = "first one supported here" if requested == "auto" else "requested"
+            reasons.append(f"{name}: chosen, {why}")
+            return Backend(name, tuple(reasons), module.quantize, module.transpose, module.gemm)
+        reasons.append(f"{name}: {reason}")
+    raise MachineError(f"run.backend={requested} cannot run on this machine; {'; '.join(reasons)}")
+
+
+_active: Backend | None = None
+
+
+def activate(backend: Backend) -> None:
+    """Let every linear of this process use a backend from now on."""
+    global _active
+    _active = backend
+
+
+def active() -> Backend:
+    """The backend the linears use: the activated one, else the automatic choice."""
+    if _active is None:
+        activate(choose())
+    assert _active is not None
+    return _active

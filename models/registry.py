@@ -1,0 +1,48 @@
+"""Models by name. Torch-free."""
+
+from difflib import get_close_matches
+
+from nvfp4.errors import UserError
+from nvfp4.models.configs import MambaConfig, ModelConfig
+
+# NVIDIA Nemotron Nano 12B v2: 62 blocks, 28 Mamba-2, 28 MLP, 6 attention; 12,310,001,152
+# parameters. Published shape; the initial standard deviation was not published, 0.02 is Megatron's
+# default.
+NEMOTRON_NANO_12B_V2 = ModelConfig(
+    name="nemotron_nano_12b_v2",
+    pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+    hidden_size=5120,
+    ffn_hidden_size=20480,
+    num_attention_heads=40,
+    num_query_groups=8,
+    kv_channels=128,
+    mamba=MambaConfig(num_heads=128, head_dim=80, state_dim=128, num_groups=8),
+    vocab_size=131072,
+    seq_length=8192,
+)
+
+# The same family at a size that one CPU core trains: widths are multiples of 64, in_proj has
+# 2*256 + 2*2*32 + 16 = 656 = 41*16 rows, and the blocks keep the order of the large model.
+TINY = ModelConfig(
+    name="tiny",
+    pattern="M-M*-M-M*-M-",
+    hidden_size=128,
+    ffn_hidden_size=512,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=32,
+    mamba=MambaConfig(num_heads=16, head_dim=16, state_dim=32, num_groups=2),
+    vocab_size=1024,
+    seq_length=256,
+)
+
+MODELS = {cfg.name: cfg for cfg in (NEMOTRON_NANO_12B_V2, TINY)}
+
+
+def get_model(name: str) -> ModelConfig:
+    """The registered shape; UserError with the known names and the closest one."""
+    if name not in MODELS:
+        close = get_close_matches(name, MODELS, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"model {name!r} is not known{hint} Known: {', '.join(sorted(MODELS))}")
+    return MODELS[name]

@@ -1,0 +1,11 @@
+"""The definition itself, in plain PyTorch: runs on any device; every other backend equals it."""
+
+from nvfp4.numerics.gemm import gemm
+from nvfp4.numerics.quantize import quantize, transpose
+
+__all__ = ["gemm", "quantize", "transpose", "unsupported_reason"]
+
+
+def unsupported_reason() -> str | None:
+    """Why this backend cannot run here: never, it needs PyTorch only."""
+    return None

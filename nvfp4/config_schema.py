@@ -1,0 +1,282 @@
+"""What a recipe may say: sections, keys, types, ranges, defaults, and what must fit together.
+
+recipes/base.yaml shows the same keys with a comment each. What follows from several keys (steps,
+decay length, precision plan) is computed from the finished recipe, never stored, so that no
+override can leave a stale value behind. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from nvfp4.data.config import DataConfig
+from nvfp4.errors import UserError
+from nvfp4.models.configs import ModelConfig, list_linears, validate_parallel
+from nvfp4.models.registry import get_model
+from nvfp4.precision.policy import PrecisionConfig, PrecisionPlan, resolve
+
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """What every section shares: frozen, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """Which run this is, and where it lives."""
+
+    name: str = "run"  # in a file, empty means: the name of the recipe file
+    dir: str = ""  # runs/<name> if empty
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
+    deterministic: bool = False
+    backend: Literal["auto", "reference"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dir_follows_name(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.get("dir"):
+            return {**data, "dir": f"runs/{data.get('name', 'run')}"}
+        return data
+
+
+class Train(Section):
+    """How much is trained on, in which portions. Batch sizes count sequences."""
+
+    steps: Count | None = None
+    tokens: Count | None = None
+    global_batch_size: Count = 8
+    micro_batch_size: Count = 4
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    dtype: Literal["bf16", "fp32"] = "bf16"
+
+
+class Optim(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: Positive = 3e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+
+
+class Schedule(Section):
+    """Warm-up, stable, decay (WSD): lr rises linearly, stays, falls to min_lr at the last step."""
+
+    name: Literal["wsd"] = "wsd"
+    warmup_steps: Natural = 10
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.2
+    decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "minus_sqrt"
+    min_lr: Annotated[float, Field(ge=0)] = 3e-5
+
+
+class Parallel(Section):
+    """Megatron's names. What is left of the world size is data parallel."""
+
+    tensor_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one copy of the model."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+
+class Checkpoint(Section):
+    every: Count = 100
+    keep: Count = 2
+    resume: Literal["auto", "never"] = "auto"
+    allow_changes: bool = False
+
+
+class Metrics(Section):
+    every: Count = 10
+    tensorboard: bool = True
+    valid_every: Count = 50
+    valid_batches: Count = 8
+
+
+class Parity(Section):
+    """What `nvfp4 parity` holds this run to; written down before the run."""
+
+    against: str | None = None
+    tolerance: Annotated[float, Field(ge=0)] = 0.015
+    window_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    window_tokens: Count | None = None
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
+
+
+class Recipe(Section):
+    """A whole run. Construct it with load_recipe, or in Python section by section."""
+
+    run: Run = Run.model_validate({})
+    model: ModelConfig = get_model("tiny")
+    data: DataConfig = DataConfig()
+    train: Train = Train(steps=200)
+    optim: Optim = Optim()
+    schedule: Schedule = Schedule()
+    parallel: Parallel = Parallel()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    parity: Parity = Parity()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch_size * self.model.seq_length
+
+    @property
+    def steps(self) -> int:
+        """train.steps, or the steps that train.tokens needs, the last one whole."""
+        return self.train.steps or math.ceil((self.train.tokens or 0) / self.tokens_per_step)
+
+    @property
+    def decay_steps(self) -> int:
+        """At least one: the last step always has schedule.min_lr."""
+        return max(1, round(self.schedule.decay_fraction * self.steps))
+
+    @cached_property
+    def plan(self) -> PrecisionPlan:
+        """The policy of every linear of the model's blocks."""
+        return resolve(
+            list_linears(self.model),
+            self.precision,
+            tensor_model_parallel_size=self.parallel.tensor_model_parallel_size,
+        )
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches per step on each rank; UserError when the batch does not divide."""
+        copies, rest = divmod(world_size, self.parallel.model_parallel_size)
+        if rest or not copies:
+            raise UserError(
+                f"parallel: tensor x pipeline x context parallel sizes give "
+                f"{self.parallel.model_parallel_size}; {world_size} processes are no multiple of it"
+            )
+        portion = self.train.micro_batch_size * copies
+        count, rest = divmod(self.train.global_batch_size, portion)
+        if rest:
+            raise UserError(
+                f"train.global_batch_size {self.train.global_batch_size} is no multiple of "
+                f"train.micro_batch_size {self.train.micro_batch_size} x {copies} data-parallel "
+                f"ranks = {portion}; change one of the two, or the number of processes"
+            )
+        return count
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every key written out; loading it gives an equal Recipe."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.model_dump(mode="json")))
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> Recipe:
+        problems = [
+            InitErrorDetails(
+                type=PydanticCustomError("recipe", "{text}", {"text": text}),
+                loc=tuple(key.split(".")),
+                input=None,
+            )
+            for key, text in contradictions(self)
+        ]
+        if problems:
+            raise ValidationError.from_exception_data("Recipe", problems)
+        return self
+
+
+def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, sentence) for all that is wrong between sections."""
+    train, schedule, parallel, model = recipe.train, recipe.schedule, recipe.parallel, recipe.model
+    if train.steps and train.tokens:
+        yield (
+            "train.tokens",
+            (
+                f"train.steps is set too ({train.steps}); one of them says how long the run is; "
+                "set the other one to null"
+            ),
+        )
+    if not train.steps and not train.tokens:
+        yield "train.steps", "neither train.steps nor train.tokens is set; set exactly one of them"
+        return
+    if recipe.train.global_batch_size % train.micro_batch_size:
+        yield (
+            "train.micro_batch_size",
+            (
+                f"train.global_batch_size {train.global_batch_size} is no multiple of it "
+                f"({train.micro_batch_size})"
+            ),
+        )
+    if schedule.warmup_steps + recipe.decay_steps > recipe.steps:
+        yield (
+            "schedule.warmup_steps",
+            (
+                f"{schedule.warmup_steps} warm-up and {recipe.decay_steps} decay steps do not fit "
+                f"into {recipe.steps} steps; lower schedule.warmup_steps or schedule.decay_fraction"
+            ),
+        )
+    if schedule.min_lr > recipe.optim.lr:
+        yield "schedule.min_lr", f"{schedule.min_lr:g} is above optim.lr {recipe.optim.lr:g}"
+    if (recipe.parity.window_tokens or 0) > recipe.steps * recipe.tokens_per_step:
+        yield (
+            "parity.window_tokens",
+            (
+                f"{recipe.parity.window_tokens:,} tokens are more than the whole run has "
+                f"({recipe.steps * recipe.tokens_per_step:,})"
+            ),
+        )
+    complaint = complaint_of(
+        lambda: validate_parallel(
+            model,
+            tensor=parallel.tensor_model_parallel_size,
+            pipeline=parallel.pipeline_model_parallel_size,
+            context=parallel.context_parallel_size,
+            sequence=parallel.sequence_parallel,
+        )
+    )
+    if complaint:
+        named = re.search(r"parallel\.\w+", complaint)
+        yield named[0] if named else "parallel", complaint
+    elif complaint := complaint_of(lambda: recipe.plan):
+        yield "precision", complaint
+    else:
+        yield from blocks_of_tokens(recipe)
+
+
+def complaint_of(check: Callable[[], object]) -> str | None:
+    """What a check of a lower floor says, if it refuses."""
+    try:
+        check()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def blocks_of_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """wgrad sums over the tokens of a micro-batch, which must be whole blocks."""
+    batch, length = recipe.train.micro_batch_size, recipe.model.seq_length
+    tokens, rest = divmod(batch * length, recipe.parallel.context_parallel_size)
+    for name, policy in recipe.plan.policies.items():
+        if rest or tokens % policy.token_multiple:
+            yield (
+                "model.seq_length",
+                (
+                    f"train.micro_batch_size {batch} x {length} / parallel.context_parallel_size "
+                    f"{recipe.parallel.context_parallel_size} tokens are no multiple of "
+                    f"{policy.token_multiple}, the block of {name} in wgrad"
+                ),
+            )

@@ -1,0 +1,185 @@
+"""Checkpoints: Megatron's sharded format, complete or absent, and never continued under other
+numerics unasked.
+
+``checkpoints/step_000020/`` holds what ``megatron.core.dist_checkpointing`` writes (any parallel
+layout can read it), the recipe, and ``checkpoint.json``: step, consumed samples, the run's identity
+and the size of every file. It is written under a temporary name, synced, and renamed; only then is
+``latest`` beside the folder replaced. A kill at any instant leaves the previous checkpoint valid.
+No generator state is stored: initial weights are the only draw, and stochastic rounding is
+addressed by seed, step and element (precision/context.py).
+"""
+
+import json
+import os
+import queue
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # noqa: F401  without it Megatron's writer processes die and its save waits for ever
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from nvfp4.config import Recipe
+from nvfp4.engine.optimizer import allocate_state, load_optimizer
+from nvfp4.engine.parallel import World
+from nvfp4.errors import UserError
+
+RECORD = "checkpoint.json"
+# fully_reshardable: the one format of the distributed optimizer that any other layout reads and
+# that torch's AdamW survives (dp_reshardable resets its step to 1; the default,
+# fully_sharded_model_space, does not load in 0.16.1).
+_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@dataclass
+class TrainState:
+    """What training changes: the wrapped model, its optimizer and schedule, and how far they
+    are."""
+
+    model: torch.nn.Module  # Megatron's DistributedDataParallel
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    step: int = 0
+    samples: int = 0
+
+
+def save(folder: Path, state: TrainState, identity: dict, recipe: Recipe, world: World) -> Path:
+    """Write folder/checkpoints/step_N, point folder/latest to it, keep the newest
+    checkpoint.keep."""
+    parent = folder / "checkpoints"
+    final = parent / f"step_{state.step:06d}"
+    temporary = parent / f".writing_{final.name}"
+    if world.main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    # For saves in the background Megatron passes the writers' results through a server process that
+    # it spawns. This save waits, so a queue in this process does, and saves seconds of imports.
+    filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(_sharded(state), str(temporary), content_metadata=dict(_FORMAT))
+    if world.main:
+        (temporary / "recipe.yaml").write_text(recipe.to_yaml())
+        record = {
+            "step": state.step,
+            "samples": state.samples,
+            "identity": identity,
+            "files": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
+        }
+        (temporary / RECORD).write_text(json.dumps(record, indent=1))
+        for path in temporary.iterdir():
+            _sync(path)
+        _sync(temporary)
+        shutil.rmtree(final, ignore_errors=True)  # an incomplete one of that name
+        temporary.rename(final)
+        _sync(parent)
+        _point_latest(folder, final)
+        for _, old in complete_checkpoints(folder)[: -recipe.checkpoint.keep]:
+            shutil.rmtree(old.rename(old.with_name(f".removing_{old.name}")))
+    dist.barrier()
+    return final
+
+
+def find_newest(
+    folder: Path, echo: Callable[[str], None], world: World
+) -> tuple[Path, dict] | None:
+    """The newest complete checkpoint and its record, the same on every rank; says what it skips and
+    sweeps rests."""
+    found: list[tuple[Path, dict] | None] = [None]
+    if world.main and (folder / "checkpoints").is_dir():
+        for rest in (folder / "checkpoints").glob(".*_step_*"):
+            shutil.rmtree(rest, ignore_errors=True)
+        complete = complete_checkpoints(folder, echo)
+        found = [(complete[-1][1], complete[-1][0])] if complete else [None]
+    if world.size > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def complete_checkpoints(
+    folder: Path, echo: Callable[[str], None] | None = None
+) -> list[tuple[dict, Path]]:
+    """(record, path) of every checkpoint whose files are all there in full, oldest first."""
+    complete = []
+    for path in sorted(
+        (folder / "checkpoints").glob("step_*"), key=lambda p: (len(p.name), p.name)
+    ):
+        try:
+            record = json.loads((path / RECORD).read_text())
+            wrong = [
+                name
+                for name, size in record["files"].items()
+                if (path / name).stat().st_size != size
+            ]
+        except (OSError, ValueError, KeyError) as error:
+            wrong = [str(error)]
+        if not wrong:
+            complete.append((record, path))
+        elif echo is not None:
+            echo(f"checkpoint {path} is incomplete ({wrong[0]}) and is not used")
+    return complete
+
+
+def load(path: Path, record: dict, state: TrainState) -> None:
+    """Fill model, optimizer and schedule in place from a checkpoint written under any layout."""
+    allocate_state(state.optimizer)
+    wanted = _sharded(state, is_loading=True)
+    loaded = dist_checkpointing.load(wanted, str(path), strict="raise_all")
+    state.model.module.load_state_dict(loaded["model"])
+    load_optimizer(state.optimizer, loaded["optimizer"])
+    state.schedule.load_state_dict(loaded["schedule"])
+    state.step, state.samples = record["step"], record["samples"]
+
+
+def differences(saved: dict, current: dict) -> list[str]:
+    """``key: old -> new`` for every key of two flat identities that differs."""
+    return [
+        f"{key}: {saved.get(key, 'absent')} -> {current.get(key, 'absent')}"
+        for key in sorted({*saved, *current})
+        if saved.get(key, "absent") != current.get(key, "absent")
+    ]
+
+
+def check_identity(
+    path: Path, record: dict, identity: dict, allow_changes: bool, echo: Callable[[str], None]
+) -> None:
+    """Refuse to continue a run as another one, or say what is changed if that is allowed."""
+    changes = differences(record["identity"], identity)
+    if not changes:
+        return
+    shown = "; ".join(changes[:6]) + (f"; and {len(changes) - 6} more" if len(changes) > 6 else "")
+    if not allow_changes:
+        raise UserError(
+            f"{path} was trained under another recipe: {shown}; undo the change, choose another "
+            "run.dir, or set checkpoint.allow_changes=true"
+        )
+    echo(f"continuing {path} under another recipe, as allowed: {shown}")
+
+
+def _sharded(state: TrainState, is_loading: bool = False) -> dict:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**_FORMAT, "dp_cp_group": group}
+    model = state.model.module.sharded_state_dict(metadata=metadata)
+    optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer, "schedule": state.schedule.state_dict()}
+
+
+def _point_latest(folder: Path, checkpoint: Path) -> None:
+    temporary = folder / ".latest"
+    temporary.write_text(f"{checkpoint.relative_to(folder)}\n")
+    _sync(temporary)
+    temporary.replace(folder / "latest")
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

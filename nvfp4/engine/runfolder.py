@@ -1,0 +1,200 @@
+"""The folder of a run: recipe.yaml, env.json, plan.csv, metrics, checkpoints, latest; one run at a
+time in it."""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nvfp4 import __version__
+from nvfp4.backends import Backend
+from nvfp4.config import Recipe
+from nvfp4.engine.parallel import World
+from nvfp4.errors import UserError
+from nvfp4.precision.audit import AuditLog
+from nvfp4.precision.operands import GEMMS
+from nvfp4.precision.plan import describe
+
+_PACKAGES = (
+    "torch", "megatron-core", "numpy", "tokenizers", "triton", "transformer-engine", "mamba-ssm",
+    "causal-conv1d",
+)  # fmt: skip
+
+
+def is_finished(recipe: Recipe) -> bool:
+    """Whether this very recipe has been trained to its end in its folder; looks at files only."""
+    folder = Path(recipe.run.dir)
+    try:
+        same = (folder / "recipe.yaml").read_text() == recipe.to_yaml()
+        latest = folder / (folder / "latest").read_text().strip()
+        return same and json.loads((latest / "checkpoint.json").read_text())["step"] == recipe.steps
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+class RunFolder:
+    """``with RunFolder(path, main=...) as folder:``; rank 0 holds the lock until the end.
+
+    The lock is the kernel's and belongs to this process: killed runs leave none behind, and the
+    checkpoint writers that Megatron forks do not inherit it.
+    """
+
+    def __init__(self, path: Path, *, main: bool):
+        self.path, self.main = path, main
+        self._lock = None
+
+    def __enter__(self) -> "RunFolder":
+        if self.main:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = open(self.path / ".lock", "a+")
+            except OSError as error:
+                raise UserError(
+                    f"run.dir {self.path} cannot be written ({error.strerror}); choose another"
+                ) from None
+            try:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self._lock.seek(0)
+                owner = self._lock.read().strip()
+                raise UserError(
+                    f"run.dir {self.path} is in use by another run (process {owner}); wait for it, "
+                    "stop it, or choose another run.dir"
+                ) from None
+            self._lock.truncate(0)
+            self._lock.write(f"{os.getpid()} on {platform.node()}")
+            self._lock.flush()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def refuse_if_used(self) -> None:
+        """For checkpoint.resume=never: never write over an earlier run."""
+        if self.main and (self.path / "metrics.jsonl").exists():
+            raise UserError(
+                f"run.dir {self.path} holds a run already and checkpoint.resume is never; "
+                "set it to auto to go on, choose another run.dir, or delete the folder"
+            )
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file at once, on rank 0."""
+        if self.main:
+            temporary = self.path / f".{name}.new"
+            temporary.write_text(text)
+            temporary.replace(self.path / name)
+
+    def write_audit(self, log: AuditLog, differences: list[str]) -> None:
+        """audit.json: what each GEMM of the first step of this process executed, with counts, and
+        what differed."""
+        counts = Counter(
+            (entry.name, entry.gemm, entry.backend, entry.out_dtype, json.dumps(entry.operands))
+            for entry in log.records
+        )
+        rows = [
+            {"linear": name, "gemm": gemm, "calls": calls, "backend": backend, "output": output,
+             "operands": json.loads(operands)}
+            for (name, gemm, backend, output, operands), calls in counts.items()
+        ]  # fmt: skip
+        self.write(
+            "audit.json", json.dumps({"differences": differences, "gemms": rows}, indent=1) + "\n"
+        )
+
+    def write_environment(
+        self, environment: dict, echo: Callable[[str], None], *, resumed: bool
+    ) -> None:
+        """Replace env.json; on a resume, say which versions have changed since the run was last
+        here."""
+        try:
+            before = json.loads((self.path / "env.json").read_text())["versions"] if resumed else {}
+        except (OSError, ValueError, KeyError):
+            before = {}
+        now = environment["versions"]
+        changed = [f"{k} {before[k]} -> {now.get(k)}" for k in before if before[k] != now.get(k)]
+        if changed:
+            echo(f"resuming under other versions, bits may differ: {', '.join(changed)}")
+        self.write("env.json", json.dumps(environment, indent=1) + "\n")
+
+
+def identity(recipe: Recipe, prepared) -> dict[str, str]:
+    """What makes a run this run, flat: a checkpoint is continued under the same values or not at
+    all.
+
+    Model shape, numerics of every linear, data, seed, dtype and batch. Steps, schedule, learning
+    rate, layout and backend may change: they do not alter what has been learnt.
+    """
+    found = {
+        "data": prepared.hash,
+        "run.seed": recipe.run.seed,
+        "train.dtype": recipe.train.dtype,
+        "train.global_batch_size": recipe.train.global_batch_size,
+    }
+    for key, value in recipe.model_dump(mode="json")["model"].items():
+        if key != "name":
+            found |= (
+                {f"model.{key}.{k}": v for k, v in value.items()}
+                if isinstance(value, dict)
+                else {f"model.{key}": value}
+            )
+    found |= {f"precision of {row.name}": row.policy.name for row in recipe.plan.rows}
+    for name, policy in recipe.plan.policies.items():
+        found |= {f"policy {name} {gemm}": describe(policy, gemm) for gemm in GEMMS}
+    return {key: str(value) for key, value in found.items()}
+
+
+def environment(recipe: Recipe, prepared, backend: Backend, world: World, parameters: int) -> dict:
+    """What a reader needs to judge or repeat the run, as JSON values; see architecture: a recipe is
+    data."""
+    cuda = world.device.type == "cuda"
+    return {
+        "versions": _versions(),
+        "git": _git(),
+        "device": torch.cuda.get_device_name(world.device) if cuda else _cpu_name(),
+        "processes": world.size,
+        "threads": torch.get_num_threads(),
+        "backend": {"name": backend.name, "reasons": list(backend.reasons)},
+        "data_hash": prepared.hash,
+        "unigram_entropy": prepared.unigram_entropy,
+        "recipe_hash": hashlib.sha256(recipe.to_yaml().encode()).hexdigest(),
+        "parameters": parameters,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"nvfp4": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git() -> str | None:
+    """Commit of the source tree this code runs from, with -dirty if it was changed; None outside of
+    git."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,203 @@
+"""Training, top to bottom: run folder, data, model, plan, optimizer, checkpoint, then the steps."""
+
+import contextlib
+import functools
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from nvfp4 import backends
+from nvfp4.config import Recipe
+from nvfp4.engine import parallel
+from nvfp4.engine.metrics import Metrics
+from nvfp4.engine.runfolder import RunFolder, environment, identity, is_finished
+from nvfp4.engine.signals import StopRequest
+from nvfp4.errors import UserError
+from nvfp4.models.configs import count_parameters
+from nvfp4.precision import audit
+
+Echo = Callable[[str], None]
+
+
+def train(recipe: Recipe, *, stop_after: int | None = None) -> int:
+    """Train `recipe` in its run folder, or go on with what is there. Returns the exit code, 0.
+
+    One process, or one of many under torchrun. `stop_after` ends the run after that step as SIGTERM
+    would. Raises UserError in one line for what the user can change; under torchrun rank 0 prints
+    it and every rank leaves with its exit code (SystemExit).
+    """
+    rank, processes = parallel.rank_and_size()
+    try:
+        accumulation = recipe.accumulation(processes)  # UserError if the batch does not divide
+        if is_finished(recipe):
+            if rank == 0:
+                print(f"{recipe.run.dir}: all {recipe.steps} steps are trained", flush=True)
+            return 0
+        with warnings.catch_warnings():
+            # Megatron-Core warns of optional packages that are not there (`nvfp4 doctor` tells),
+            # torch of the collectives that Megatron-Core calls.
+            warnings.filterwarnings("ignore", module=r"megatron\.")
+            warnings.filterwarnings(
+                "ignore", category=FutureWarning, module=r"torch\.distributed\."
+            )
+            _run(recipe, accumulation, stop_after)
+        return 0
+    except UserError as error:
+        if processes > 1:
+            parallel.print_once_and_exit(error, rank)
+        raise
+
+
+def _run(recipe: Recipe, accumulation: int, stop_after: int | None) -> None:
+    run = recipe.run
+    world = parallel.start(recipe.parallel, seed=run.seed, deterministic=run.deterministic)
+    try:
+        with RunFolder(Path(run.dir), main=world.main) as folder:
+            _train(recipe, folder, world, accumulation, stop_after)
+    finally:
+        if world.size == 1 or sys.exc_info()[0] is None:  # after an error other ranks may be stuck
+            parallel.stop(world)
+
+
+def _train(
+    recipe: Recipe,
+    folder: RunFolder,
+    world: parallel.World,
+    accumulation: int,
+    stop_after: int | None,
+) -> None:
+    # These import Megatron-Core, which parallel.start has prepared for this machine.
+    from nvfp4.data.blend import build_datasets, prepare
+    from nvfp4.engine import checkpoint
+    from nvfp4.engine.batches import micro_batches
+    from nvfp4.engine.optimizer import build_optimizer, build_schedule
+    from nvfp4.engine.step import build_model, evaluate, forward_backward, update
+
+    echo: Echo = functools.partial(print, flush=True) if world.main else lambda text: None
+    batch_size, settings = recipe.train.global_batch_size, recipe.metrics
+    if recipe.checkpoint.resume == "never":
+        folder.refuse_if_used()
+
+    # data
+    prepared = prepare(recipe.data, vocab_size=recipe.model.vocab_size, echo=echo)
+    train_set, valid_set = build_datasets(
+        prepared,
+        seq_length=recipe.model.seq_length,
+        train_samples=recipe.steps * batch_size,
+        valid_samples=settings.valid_batches * batch_size,
+        seed=recipe.run.seed,
+        cache_dir=recipe.data.cache_dir,
+    )
+
+    # backend, model, plan, optimizer
+    backend = backends.choose(recipe.run.backend)
+    backends.activate(backend)
+    parameters = count_parameters(recipe.model)
+    _introduce(recipe, backend, world, parameters, echo)
+    model, linears = build_model(recipe, world)
+    optimizer = build_optimizer(recipe, model)
+    state = checkpoint.TrainState(model, optimizer, build_schedule(recipe, optimizer))
+
+    # where the run stands
+    who = identity(recipe, prepared)
+    found = checkpoint.find_newest(folder.path, echo, world)
+    if found:
+        path, record = found
+        checkpoint.check_identity(path, record, who, recipe.checkpoint.allow_changes, echo)
+        checkpoint.load(path, record, state)
+        echo(f"resuming from {path}, after step {state.step} of {recipe.steps}")
+    env = environment(recipe, prepared, backend, world, parameters)
+    folder.write_environment(env, echo, resumed=bool(found))
+    folder.write("recipe.yaml", recipe.to_yaml())
+    if world.main:
+        recipe.plan.write_csv(folder.path / "plan.csv")
+
+    # the steps
+    with StopRequest() as stop, _metrics(recipe, folder, state.step, world) as metrics:
+        first = state.step + 1
+        for step in range(first, recipe.steps + 1):
+            began = time.perf_counter()
+            batches = micro_batches(
+                train_set,
+                first_sample=state.samples,
+                count=accumulation,
+                size=recipe.train.micro_batch_size,
+                world=world,
+            )
+            with _audited(recipe, linears, accumulation, folder, active=step == first):
+                loss = forward_backward(recipe, model, batches, accumulation, step, world)
+            lr, grad_norm = update(optimizer, state.schedule, batch_size, step)
+            state.step, state.samples = step, state.samples + batch_size
+            seconds = time.perf_counter() - began
+
+            tokens = state.samples * recipe.model.seq_length
+            row = dict(step=step, tokens=tokens, loss=loss, grad_norm=grad_norm, lr=lr)
+            if step % settings.valid_every == 0 or step == recipe.steps:
+                row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
+            if metrics:
+                metrics.write(row, seconds, recipe.tokens_per_step)
+
+            stopping = parallel.any_rank(bool(stop.received), world) or step == stop_after
+            if stopping or step % recipe.checkpoint.every == 0 or step == recipe.steps:
+                if metrics:
+                    metrics.sync()
+                path = checkpoint.save(folder.path, state, who, recipe, world)
+            if stopping:
+                break
+    if state.step < recipe.steps:
+        why = stop.received or "as asked"
+        echo(f"stopped ({why}) after step {state.step} of {recipe.steps}, saved in {path}; "
+             "the same command goes on from there")  # fmt: skip
+    else:
+        echo(f"finished: {recipe.steps} steps, last checkpoint {path}")
+
+
+def _metrics(recipe: Recipe, folder: RunFolder, step: int, world: parallel.World):
+    """The open logs on rank 0; nothing on the others."""
+    if not world.main:
+        return contextlib.nullcontext()
+    return Metrics(
+        folder.path,
+        step=step,
+        total=recipe.steps,
+        every=recipe.metrics.every,
+        tensorboard=recipe.metrics.tensorboard,
+        stream=sys.stdout,
+    )
+
+
+@contextlib.contextmanager
+def _audited(
+    recipe: Recipe, linears: frozenset[str], calls: int, folder: RunFolder, *, active: bool
+):
+    """In the first step of a process: hold what each GEMM executed against the plan.
+
+    Raises AuditError if they differ: a run whose linears are silently BF16 would show perfect
+    parity. audit.json keeps what was seen, either way.
+    """
+    if not active:
+        yield
+        return
+    with audit.recording() as log:
+        yield
+    folder.write_audit(log, audit.compare(log, recipe.plan, calls, names=linears))
+    audit.check(log, recipe.plan, calls, names=linears)
+
+
+def _introduce(
+    recipe: Recipe, backend: backends.Backend, world: parallel.World, parameters: int, echo: Echo
+) -> None:
+    """What will be trained, in a few lines, before anything long happens."""
+    micro, length = recipe.train.micro_batch_size, recipe.model.seq_length
+    echo(f"{recipe.run.name}: {parameters:,} parameters, blocks {recipe.model.pattern}, "
+         f"in {recipe.run.dir}")  # fmt: skip
+    echo(recipe.plan.summary())
+    for reason in backend.reasons:
+        echo(f"backend {reason}")
+    echo(
+        f"{recipe.steps} steps of {recipe.train.global_batch_size} x {length} = "
+        f"{recipe.tokens_per_step:,} tokens: {world.dp_size} data-parallel x "
+        f"{recipe.accumulation(world.size)} micro-batches of {micro}"
+    )

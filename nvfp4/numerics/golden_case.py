@@ -1,0 +1,103 @@
+"""One golden case: its arrays, and what the words of its names say.
+
+Options are words of the case name, then of the file name: `2d`/`1d`, `rht`/`norht`, `nosign`,
+`external`, `1dw`, `pow2`, `1x128`/`128x128`, `e5m2`, and the formats in `unimplemented`.
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def words(name: str) -> list[str]:
+    """The words of a file or case name; `no_rht` counts as norht, `row_scaled` as rowscaled."""
+    joined = re.sub(r"no[_-](rht|signs?)", r"no\1", name.lower())
+    return re.split(r"[_\-/. ]+", joined.replace("row_scaled", "rowscaled"))
+
+
+@dataclass(slots=True)
+class Check:
+    """`actual` is what this floor gives for `array`; tolerance is relative to the largest value.
+
+    without_negative_zero: the codes with 0 where x * enc is exactly -0. Transformer Engine's Python
+    reference drops that sign, its kernels and this floor keep it; both decode to the same numbers.
+    """
+
+    array: str
+    label: str
+    actual: Tensor
+    tolerance: float | None = None
+    without_negative_zero: Tensor | None = None
+
+
+@dataclass
+class Case:
+    """Arrays by name. `used` were inputs, `superseded` have a _kernel sibling that decides."""
+
+    file: str
+    name: str
+    arrays: dict[str, np.ndarray]
+    used: set[str] = field(default_factory=set)
+    superseded: set[str] = field(default_factory=set)
+
+    @cached_property
+    def _words(self) -> tuple[list[str], list[str]]:
+        return words(self.name), words(self.file)
+
+    def says(self, yes: str, no: str = "") -> bool:
+        """Whether the last word of `yes` or `no` in the case name, else in the file name, is a yes.
+
+        The last one, because shapes come first: bf16_128x128_1x128_pow2 has blocks of 1x128.
+        """
+        for name_words in self._words:
+            for word in reversed(name_words):
+                if word in yes.split() or word in no.split():
+                    return word in yes.split()
+        return False
+
+    def label(self, array: str) -> str:
+        """CASE/ARRAY as in the file."""
+        return f"{self.name}/{array}" if self.name else array
+
+    def check(self, array: str, actual: Tensor, tolerance: float | None = None) -> Check:
+        """This floor's value of one array."""
+        return Check(array, self.label(array), actual, tolerance)
+
+    def tensor(self, array: str) -> Tensor:
+        """An input array; uint16 are BF16 bit patterns. ValueError if the case lacks it."""
+        if array not in self.arrays:
+            raise ValueError(f"input {array} is missing")
+        self.used.add(array)
+        values = np.ascontiguousarray(self.arrays[array])
+        if values.dtype == np.uint16:
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+    def find(self, name: str) -> str | None:
+        """The array that holds input `name`: with or without its dtype suffix."""
+        found = (name + suffix for suffix in ("", "_bf16", "_fp16", "_fp32"))
+        return next((array for array in found if array in self.arrays), None)
+
+    def matrix(self, name: str) -> Tensor:
+        """Input `name` as a matrix (leading dimensions flattened)."""
+        values = self.tensor(self.find(name) or name)
+        return values.reshape(-1, values.shape[-1])
+
+
+def unimplemented(case: Case) -> str | None:
+    """The format of this case if this floor does not have it, else None."""
+    for name in ("mxfp4", "mxfp8"):
+        if case.says(name):
+            return name
+    for name in ("4over6", "rowscaled"):
+        if case.says(name):
+            return f"nvfp4 {name}"
+    for name in ("current", "delayed"):
+        if case.says("fp8") and case.says(name):
+            return f"fp8 {name} scaling"
+    row_amax = case.arrays.get("amax_row")
+    return "nvfp4 rowscaled" if row_amax is not None and row_amax.size > 1 else None

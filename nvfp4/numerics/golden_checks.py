@@ -1,0 +1,300 @@
+"""What each array of a golden case should be. Array names:
+
+    inputs    x, w, dy; with _bf16 (bit patterns in uint16) or _fp16; flattened to matrices
+    forms     [x_|w_|dy_] q|s|amax|codes _row|_col [_kernel | _v213 ...]   and rht_xt_bf16
+    products  y | dx | dw [_accumulated] _fp32 | _out_bf16,   alpha_fprop | _dgrad | _wgrad
+
+and those named in the docstrings below: layouts, rounding probabilities, Philox, sign vector, FP8.
+Every function yields one Check per array it knows; the rest is reported as not compared.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvfp4.numerics import formats, hadamard, layout, philox, scaling
+from nvfp4.numerics.gemm import gemm, kernel_alpha, reference_alpha
+from nvfp4.numerics.golden_case import Case, Check
+from nvfp4.numerics.quantize import QuantizedTensor, apply_encode_scale, dequantize, quantize
+from nvfp4.numerics.spec import NVFP4, NVFP4_2D, QuantSpec
+
+TRAINING_TOLERANCE = 1e-6  # of the largest value: FP32 in the library's order, the kernels' alpha
+_FORM = re.compile(r"(q|s|amax|codes)_(row|col)(?:_(kernel|v\d{3,}))?")
+_OUTPUT = re.compile(r"(y|dx|dw)(_accumulated)?_(?:out_)?(fp32|bf16|fp16)")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PRODUCTS = {  # product = first second^T, contraction last in both forms
+    "y": ("x", "row", "w", "row"),
+    "dx": ("dy", "row", "w", "col"),
+    "dw": ("dy", "col", "x", "col"),
+}
+_ALPHAS = {"alpha_fprop": "y", "alpha_dgrad": "dx", "alpha_wgrad": "dw"}
+
+
+def _known(case: Case, values: Mapping[str, Tensor | None]) -> Iterator[Check]:
+    for name, value in values.items():
+        if name in case.arrays and value is not None:
+            yield case.check(name, value)
+
+
+def _rule(version: str | None) -> str:
+    """Scale rule of an array suffix: v213 is Transformer Engine 2.13; none is the current rule."""
+    if version is None or version == "kernel":
+        return "current"
+    return "before_2_14" if (int(version[1]), int(version[2:])) < (2, 14) else "current"
+
+
+def _signs(case: Case) -> str:
+    return "none" if case.says("nosign nosigns", "sign signs") else "fixed"
+
+
+def _scaled(x: Tensor, q: QuantizedTensor) -> Tensor:
+    """fl(x * enc) for a (rotated) matrix x: what was rounded to the codes of q. float32 (M, K)."""
+    assert q.amax is not None, "NVFP4 has one"
+    encode_scale = scaling.nvfp4_encode_scale(
+        formats.decode(q.block_scale, formats.E4M3), scaling.tensor_encode_scale(q.amax)
+    )
+    tiles = x.float().unflatten(0, (-1, q.spec.block_shape[0])).unflatten(2, (-1, 16))
+    return apply_encode_scale(tiles, encode_scale).reshape(q.shape)
+
+
+class _Forms:
+    """Rowwise and columnwise quantisations of one input, made when first asked for."""
+
+    def __init__(self, case: Case, prefix: str, x: Tensor, row: QuantSpec, col: QuantSpec) -> None:
+        self.case, self.prefix, self.x = case, prefix, x
+        self.specs = {"row": row, "col": col}
+        self.made: dict[tuple[str, str], QuantizedTensor] = {}
+
+    def get(self, form: str, rule: str = "current") -> QuantizedTensor:
+        """The form under one scale rule; its amax is the case's where that is called external."""
+        if (form, rule) not in self.made:
+            x = self.x if form == "row" else self.x.t()
+            external = self.case.says("external")
+            amax = self.case.tensor(f"{self.prefix}amax_{form}") if external else None
+            spec = replace(self.specs[form], scale_rule=rule)
+            self.made[form, rule] = quantize(x, spec, amax=amax)
+        return self.made[form, rule]
+
+    def amax(self, form: str) -> Tensor:
+        """The tensor's amax of a form."""
+        amax = self.get(form).amax
+        assert amax is not None, "NVFP4 forms have one"
+        return amax
+
+    def checks(self) -> Iterator[Check]:
+        """Every stored form of this input; `_kernel` arrays decide where there are some."""
+        arrays = self.case.arrays
+        kernels = any(name.endswith("_kernel") for name in arrays)
+        for name in arrays:
+            match = _FORM.fullmatch(name[len(self.prefix) :])
+            if match is None or not name.startswith(self.prefix):
+                continue
+            part, form, version = match.groups()
+            if f"{name}_kernel" in arrays:
+                self.case.superseded.add(name)
+                continue
+            if part == "amax" and kernels and np.isnan(arrays[name]).all():
+                continue  # the reference's NaN; the kernels ignore NaN in an amax
+            q = self.get(form, _rule(version))
+            rows = q.spec.block_shape[0]
+            values = {
+                "q": layout.pack(q.codes),
+                "s": q.block_scale.repeat_interleave(rows, 0),
+                "amax": self.amax(form),
+                "codes": q.codes,
+            }
+            if name in self.case.used:
+                continue  # an external amax: an input
+            check = self.case.check(name, values[part])
+            if part in ("q", "codes") and version != "kernel":
+                codes = q.codes.masked_fill(self._scaled(q, form) == 0, 0)
+                check.without_negative_zero = layout.pack(codes) if part == "q" else codes
+            yield check
+
+    def _scaled(self, q: QuantizedTensor, form: str) -> Tensor:
+        x = self.x if form == "row" else self.x.t()
+        return _scaled(hadamard.rotate(x, q.spec.signs) if q.spec.hadamard else x, q)
+
+
+def quantize_checks(case: Case) -> Iterator[Check]:
+    """x -> both forms. Word 2d: 16x16 blocks. Word rht, or array rht_xt_bf16: rotated columns."""
+    x = case.matrix("x")
+    row = col = NVFP4_2D if case.says("2d", "1d") else NVFP4
+    if "rht_xt_bf16" in case.arrays or case.says("rht", "norht"):
+        col = replace(row, hadamard=16, signs=_signs(case))
+    forms = _Forms(case, "", x, row, col)
+    yield from forms.checks()
+    if "rht_xt_bf16" in case.arrays:
+        yield case.check("rht_xt_bf16", hadamard.rotate(x.t(), col.signs))
+    if "amax" in case.arrays:
+        yield case.check("amax", forms.amax("row"))
+
+
+def gemm_checks(case: Case) -> Iterator[Check]:
+    """Operands, [reference alpha, kernel alpha], and y = x w^T, dx = dy w, dw = dy^T x.
+
+    w has 16x16 blocks (word 1dw: 1x16); the columns of x and dy are rotated (word norht: not).
+    Products must equal the reference model (alpha reference, accumulate sequential16) bit by bit,
+    and float32 ones be within TRAINING_TOLERANCE of the training model.
+    """
+    weight = NVFP4 if case.says("1dw w1d 1d", "2dw w2d 2d") else NVFP4_2D
+    rotated = replace(NVFP4, hadamard=16, signs=_signs(case))
+    columns = NVFP4 if case.says("norht", "rht") else rotated
+    forms = {
+        name: _Forms(case, f"{name}_", case.matrix(name), row, col)
+        for name, row, col in (("x", NVFP4, columns), ("w", weight, weight), ("dy", NVFP4, columns))
+        if case.find(name)
+    }
+    for form in forms.values():
+        yield from form.checks()
+    for name in case.arrays:
+        if name in _ALPHAS:
+            (a, a_form), (b, b_form) = _operands(forms, _ALPHAS[name])
+            pair = a.amax(a_form), b.amax(b_form)
+            yield case.check(name, torch.stack((reference_alpha(*pair), kernel_alpha(*pair))))
+        elif match := _OUTPUT.fullmatch(name):
+            yield from _product_checks(case, forms, name, *match.groups())
+
+
+def _operands(
+    forms: dict[str, _Forms], product: str
+) -> tuple[tuple[_Forms, str], tuple[_Forms, str]]:
+    first, first_form, second, second_form = _PRODUCTS[product]
+    for name in (first, second):
+        if name not in forms:
+            raise ValueError(f"input {name} is missing")
+    return (forms[first], first_form), (forms[second], second_form)
+
+
+def _product_checks(
+    case: Case, forms: dict[str, _Forms], name: str, product: str, accumulated: str, dtype: str
+) -> Iterator[Check]:
+    a, b = (form.get(direction) for form, direction in _operands(forms, product))
+    added = case.tensor("main_grad_in") if accumulated else None
+    y = gemm(a, b, alpha="reference", accumulate="sequential16", accumulator=added)
+    yield case.check(name, y.to(_DTYPES[dtype]))
+    if dtype == "fp32":
+        yield case.check(name, gemm(a, b, accumulator=added), TRAINING_TOLERANCE)
+
+
+def layout_checks(case: Case) -> Iterator[Check]:
+    """q, s_compact, amax -> codes, s_padded, s_swizzled, dequant_fp32 | _bf16bits."""
+    codes = layout.unpack(case.tensor("q"))
+    scale, amax = case.tensor("s_compact"), case.tensor("amax").reshape(())
+    padded = layout.pad_scales(scale)
+    q = QuantizedTensor(codes, scale, amax, NVFP4)
+    known = {"codes": codes, "s_padded": padded, "s_swizzled": layout.swizzle(padded)}
+    for name in case.arrays:
+        if match := re.fullmatch(r"dequant_(fp32|bf16|fp16)(?:bits)?", name):
+            known[name] = dequantize(q, _DTYPES[match[1]])
+    yield from _known(case, known)
+
+
+def stochastic_checks(case: Case) -> Iterator[Check]:
+    """x_scaled -> code_lo, code_hi, p_hi_ideal, p_hi_8bit, by trying all 256 random bytes.
+
+    x_scaled is an input unless the case has x, or rht_xt_bf16 (rotated already), to make it from.
+    """
+    source, form = ("x", "row") if case.find("x") else ("rht_xt", "col")
+    if case.find(source) is None:
+        scaled = case.tensor("x_scaled")
+    else:
+        x = case.matrix(source)
+        q = quantize(x, NVFP4)
+        scaled = _scaled(x, q)
+        forms = {"x_scaled": scaled, f"s_{form}": q.block_scale, f"amax_{form}": q.amax}
+        yield from _known(case, forms)
+    yield from _known(case, _probabilities(case, scaled))
+
+
+def _probabilities(case: Case, scaled: Tensor) -> dict[str, Tensor]:
+    def encode(byte: int) -> Tensor:
+        random_bits = torch.full_like(scaled, byte, dtype=torch.uint8)
+        return formats.encode(scaled, formats.E2M1, random_bits)
+
+    low = encode(0)
+    above = low + (low & 7 < 7)  # the neighbour away from zero; none beyond 6
+    trials = torch.stack([encode(byte) for byte in range(256)])
+    if not ((trials == low) | (trials == above)).all():
+        raise ValueError("stochastic rounding gave a code that is no neighbour of its value")
+    value = scaled.double().abs().clamp(max=formats.E2M1.max_value)
+    near, far = (formats.decode(code, formats.E2M1).double().abs() for code in (low, above))
+    fraction = torch.where(far > near, (value - near) / (far - near), 0.0)
+    moved = (trials != low).sum(0).double() / 256
+    known = {"p_hi_ideal": fraction, "p_hi_8bit": moved}
+    for name in known.keys() & case.arrays.keys():
+        if case.arrays[name].dtype == np.float32:
+            known[name] = known[name].float()
+    return {"code_lo": low, "code_hi": torch.where(fraction > 0, above, low), **known}
+
+
+def philox_checks(case: Case) -> Iterator[Check]:
+    """table: rows [seed, subsequence, offset, n, r0..r3] with counter (offset + n, subsequence)."""
+    table = case.arrays["table"].astype(np.uint64)
+    seed, subsequence, offset, call = table[:, :4].T
+
+    def halves(value: np.ndarray) -> list[Tensor]:
+        parts = (value & np.uint64(0xFFFFFFFF), value >> np.uint64(32))
+        return [torch.from_numpy(part.astype(np.int64)) for part in parts]
+
+    counter = (*halves(offset + call), *halves(subsequence))
+    drawn = philox.philox4x32_10(counter, tuple(halves(seed)))
+    inputs = torch.from_numpy(table[:, :4].view(np.int64))
+    yield case.check("table", torch.cat((inputs, torch.stack(drawn, dim=1)), dim=1))
+
+
+def rotation_checks(case: Case) -> Iterator[Check]:
+    """H = D H16 / 4, sign = the diagonal of D, mask = bits of its negative entries."""
+    matrix = hadamard.matrix(_signs(case)).float()
+    mask = torch.tensor(hadamard.SIGN_MASK if _signs(case) == "fixed" else 0)
+    yield from _known(case, {"H": matrix, "sign": matrix[:, 0] * 4, "mask": mask})
+
+
+def pair_checks(case: Case) -> Iterator[Check]:
+    """e4m3 [_v213 ...]: the block scale of every pair (global_amax, block_amax)."""
+    block = case.tensor("block_amax")
+    tensor_scale = scaling.tensor_encode_scale(case.tensor("global_amax"))
+    for name in case.arrays:
+        if match := re.fullmatch(r"e4m3(?:_(v\d{3,}))?", name):
+            yield case.check(name, scaling.nvfp4_block_scale(block, tensor_scale, _rule(match[1])))
+
+
+def fp8_checks(case: Case) -> Iterator[Check]:
+    """FP8 blocks: q, s of x; q_t, s_t of its transpose; s*_gemm_layout the scales a GEMM reads."""
+    x = case.matrix("x")
+    spec = QuantSpec(
+        "e5m2" if case.says("e5m2", "e4m3") else "e4m3",
+        "128x128" if case.says("128x128", "1x128") else "1x128",
+        "pow2" if case.says("pow2", "f32") else "fp32",
+        second_level="none",
+    )
+    for suffix, values in (("", x), ("_t", x.t())):
+        q = quantize(values, spec)
+        gemm_scales = layout.fp8_gemm_scales(q.block_scale, spec.tiled)
+        known = {"q": q.codes, "s": q.block_scale}
+        yield from _known(case, {f"{name}{suffix}": value for name, value in known.items()})
+        yield from _known(case, {f"s{suffix}_gemm_layout": gemm_scales})
+
+
+def checks_of(case: Case) -> Iterator[Check]:
+    """The checks of a case, chosen by the arrays it holds; none for an unknown structure."""
+    have = case.arrays.keys()
+    if "table" in have and case.arrays["table"].shape[1:] == (8,):
+        return philox_checks(case)
+    if {"H", "sign", "mask"} & have:
+        return rotation_checks(case)
+    if {"global_amax", "block_amax"} <= have:
+        return pair_checks(case)
+    if "code_lo" in have:
+        return stochastic_checks(case)
+    if {"q", "s_compact", "amax"} <= have:
+        return layout_checks(case)
+    if case.find("w") or case.find("dy"):
+        return gemm_checks(case)
+    if {"q", "s"} <= have and case.arrays["s"].dtype == np.float32:
+        return fp8_checks(case)
+    return quantize_checks(case) if case.find("x") else iter(())

@@ -1,0 +1,125 @@
+"""The plan: which policy every linear has, and why. Printed, saved with the run, audited."""
+
+import csv
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from nvfp4.errors import UserError
+from nvfp4.precision.operands import GEMMS, Policy, facts, label
+
+
+@dataclass(frozen=True, slots=True)
+class LinearInfo:
+    """One linear: module name, kind, 0-based block (-1: outside the blocks), weight (out, in).
+
+    Shapes are those of the whole tensor, before tensor parallelism.
+    """
+
+    name: str
+    kind: str
+    block: int
+    out_features: int
+    in_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A LinearInfo with its policy and what decided on it."""
+
+    name: str
+    kind: str
+    block: int
+    out_features: int
+    in_features: int
+    policy: Policy
+    reason: str
+
+    @classmethod
+    def of(cls, linear: LinearInfo, policy: Policy, reason: str) -> "PlanRow":
+        """Row of a linear."""
+        values = {field.name: getattr(linear, field.name) for field in fields(linear)}
+        return cls(**values, policy=policy, reason=reason)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs per token: 2 N K in each of the three GEMMs."""
+        return 6 * self.out_features * self.in_features
+
+
+def describe(policy: Policy, gemm: str) -> str:
+    """One GEMM of a policy in words: `input e2m1 1x16 nearest; weight e2m1 16x16 nearest`."""
+    return "; ".join(
+        f"{role} {label(facts(spec, policy.compute_dtype))}"
+        for role, spec in policy.operands(gemm).items()
+    )
+
+
+def _columns(lines: list[list[str]]) -> str:
+    """Left-aligned text columns, two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPlan:
+    """Policies of all linears in model order.
+
+    untouched: lines about what was left alone on purpose (by apply_precision), printed below.
+    """
+
+    rows: tuple[PlanRow, ...]
+    untouched: tuple[str, ...] = ()
+
+    def policy_of(self, name: str) -> Policy:
+        """Policy of the linear with this module name; UserError if the plan does not have it."""
+        for row in self.rows:
+            if row.name == name:
+                return row.policy
+        raise UserError(f"the precision plan has no linear {name!r} among its {len(self.rows)}")
+
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """The policies in use, by name, in order of appearance."""
+        return {row.policy.name: row.policy for row in self.rows}
+
+    def flops_shares(self) -> dict[str, float]:
+        """Policy name -> its share of the GEMM FLOPs of all linears in the plan, 0 to 1."""
+        flops: Counter[str] = Counter()
+        for row in self.rows:
+            flops[row.policy.name] += row.flops
+        total = sum(flops.values())
+        return {name: flops[name] / total for name in self.policies}
+
+    def summary(self) -> str:
+        """One line per policy: number of linears, share of GEMM FLOPs; then what each GEMM does."""
+        counts = Counter(row.policy.name for row in self.rows)
+        lines = []
+        for name, share in self.flops_shares().items():
+            lines.append(f"{name}: {counts[name]} of {len(self.rows)} linears, "
+                         f"{100 * share:.1f} % of their GEMM FLOPs")  # fmt: skip
+            lines += [f"  {gemm}  {describe(self.policies[name], gemm)}" for gemm in GEMMS]
+        return "\n".join([*lines, *self.untouched])
+
+    def table(self) -> str:
+        """Every linear with block, kind, weight shape, policy and reason, then the summary."""
+        lines = [["block", "linear", "kind", "out x in", "policy", "because of"]]
+        for row in self.rows:
+            shape = f"{row.out_features} x {row.in_features}"
+            block = str(row.block) if row.block >= 0 else "-"
+            lines.append([block, row.name, row.kind, shape, row.policy.name, row.reason])
+        return f"{_columns(lines)}\n\n{self.summary()}"
+
+    def write_csv(self, path: str | Path) -> None:
+        """plan.csv: one row per linear, with the operands of each GEMM in words."""
+        head = ["name", "kind", "block", "out_features", "in_features", "policy", *GEMMS, "reason"]
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(head)
+            for row in self.rows:
+                gemms = [describe(row.policy, gemm) for gemm in GEMMS]
+                shape = [row.block, row.out_features, row.in_features]
+                writer.writerow([row.name, row.kind, *shape, row.policy.name, *gemms, row.reason])
