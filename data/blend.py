@@ -196,16 +196,15 @@ def _blend(
 
     def build(folder: Path) -> None:
         source, sample = np.zeros(length, np.int16), np.zeros(length, np.int64)
-        helpers_cpp.build_blending_indices(
+        helpers.build_blending_indices(  # type: ignore[attr-defined]
             source, sample, list(weights), len(weights), length, False
         )
         np.save(folder / "source.npy", source)
         np.save(folder / "sample.npy", sample)
 
     folder = _shared(root / "index" / key_of("blend", VERSION, list(weights), length), build, first)
-    return np.load(folder / "source.npy", mmap_mode="r"), np.load(
-        folder / "sample.npy", mmap_mode="r"
-    )
+    source, sample = (np.load(folder / f"{n}.npy", mmap_mode="r") for n in ("source", "sample"))
+    return source, sample
 
 
 def _shared(folder: Path, build: Any, first: bool) -> Path:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nvfp4.data.config import DataConfig
@@ -138,6 +138,19 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     parity: Parity = Parity()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _paths(cls, data: Any) -> Any:
+        """A source may be written as its path alone: data.train=my.txt, or a list of paths."""
+        if not isinstance(data, Mapping):
+            return data
+        sources = {key: data[key] for key in ("train", "valid") if key in data}
+        for key, value in sources.items():
+            items = [value] if isinstance(value, str) else value
+            if isinstance(items, list | tuple):
+                sources[key] = [{"path": i} if isinstance(i, str) else i for i in items]
+        return {**data, **sources}
 
     @property
     def tokens_per_step(self) -> int:

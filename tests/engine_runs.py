@@ -1,4 +1,4 @@
-"""Small runs for the tests of the engine: one text, one model, recipes that differ in a few keys."""
+"""Small runs for the tests of the engine: one text, one model, recipes that differ in some keys."""
 
 import json
 import sysconfig
@@ -25,8 +25,9 @@ SMALL = [
 
 @cache
 def text_folder() -> Path:
-    """Some real text and a data cache, made once per test process."""
-    folder = Path(mkdtemp(prefix="engine_runs_"))
+    """Some real text, made once per test process; the data cache comes beside it."""
+    folder = Path(mkdtemp(prefix="engine_runs_")) / "text"
+    folder.mkdir()
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse.py", "ast.py", "datetime.py", "inspect.py", "tarfile.py", "typing.py"):
         (folder / f"{name}.txt").write_text((library / name).read_text())
@@ -36,7 +37,11 @@ def text_folder() -> Path:
 def overrides(folder: Path, *changes: str) -> list[str]:
     """Command-line overrides of a small run in `folder`."""
     text = text_folder()
-    places = [f"run.dir={folder}", f"data.train.0.path={text}", f"data.cache_dir={text / 'cache'}"]
+    places = [
+        f"run.dir={folder}",
+        f"data.train.0.path={text}",
+        f"data.cache_dir={text.parent / 'cache'}",
+    ]
     return [*SMALL, "data.valid_fraction=0.2", *places, *changes]
 
 

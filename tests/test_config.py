@@ -477,3 +477,17 @@ def test_accumulation_is_checked_against_the_processes():
     assert split.accumulation(2) == 2
     with pytest.raises(ValueError, match="3 processes are no multiple"):
         split.accumulation(3)
+
+
+@pytest.mark.parametrize(
+    ("written", "paths"),
+    [
+        ("data.train=my.txt", ["my.txt"]),
+        ("data.train=[a.txt, b.jsonl]", ["a.txt", "b.jsonl"]),
+        ("data.train=[a.txt, {path: b.jsonl, weight: 2}]", ["a.txt", "b.jsonl"]),
+    ],
+)
+def test_a_source_may_be_its_path_alone(written, paths):
+    recipe = load_recipe("tiny_bf16", [written])
+    assert [source.path for source in recipe.data.train] == paths
+    assert load_recipe("tiny_bf16", ["data.valid=v.txt"]).data.valid[0].path == "v.txt"

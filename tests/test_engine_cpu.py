@@ -1,4 +1,4 @@
-"""Each remedy of nvfp4.engine.cpu: with it the named caller in Megatron-Core works, without it not."""
+"""Each remedy of nvfp4.engine.cpu: with it its caller in Megatron-Core works, without it not."""
 
 import os
 import subprocess
@@ -11,7 +11,9 @@ from engine_runs import small, started
 
 from nvfp4.engine import cpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the remedies are for machines without CUDA")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the remedies are for machines without CUDA"
+)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +152,7 @@ def test_compiled_functions_of_an_earlier_import_run_eagerly(world, monkeypatch)
     def no_compiler(graph, inputs):
         raise RuntimeError("a compiler was asked for")
 
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     with pytest.raises(Exception, match="a compiler was asked for"):
         torch.compile(lambda x: x.sin() + 1, backend=no_compiler)(torch.ones(2))
     compiled = torch.compile(lambda x: x.cos() + 2, backend=no_compiler)
@@ -163,7 +166,7 @@ def test_compiled_functions_of_an_earlier_import_run_eagerly(world, monkeypatch)
 
 
 def test_no_compiler_is_needed():
-    """A fresh process without any program in reach: Megatron-Core's fused functions are plain ones."""
+    """A new process with no program in reach: Megatron-Core's fused functions are plain ones."""
     code = (
         "import sys, torch\n"
         "from nvfp4.engine import cpu\n"
@@ -173,8 +176,8 @@ def test_no_compiler_is_needed():
     )
     environment = {**os.environ, "PATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True,
-        cwd=Path(__file__).parent.parent,
+        [sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parent.parent,
+        env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.split() == ["0.0", "False"], done.stderr
 

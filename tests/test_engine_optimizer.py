@@ -11,7 +11,9 @@ UNDECAYED = ("A_log", "dt_bias", ".D", "bias", "norm.weight", "layernorm.weight"
 def recipe(request, tmp_path_factory):
     distributed = f"parallel.distributed_optimizer={request.param == 'distributed'}".lower()
     folder = tmp_path_factory.mktemp("optimizer")
-    return small(folder, distributed, "optim.lr=1.0", "optim.weight_decay=0.5", "schedule.min_lr=0.25")
+    return small(
+        folder, distributed, "optim.lr=1.0", "optim.weight_decay=0.5", "schedule.min_lr=0.25"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_no_decay_where_decay_has_no_meaning(recipe, world):
             kept += 1
         else:
             assert torch.equal(parameter, before[name] * 0.5), name
-    # 2 mixers x (conv bias, dt_bias, A_log, D, gated norm), a norm in each of 4 blocks, the last one
+    # 2 mixers x (conv bias, dt_bias, A_log, D, gated norm), a norm in each of 4 blocks, the final
     assert kept == 2 * 5 + 4 + 1
 
 
@@ -62,13 +64,15 @@ def test_schedule_rises_stays_and_ends_at_min_lr(recipe, world):
 
 def step_with_gradients(model, optimizer):
     for i, parameter in enumerate(model.parameters()):
-        parameter.main_grad.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * (i + 1))
+        parameter.main_grad.copy_(
+            torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * (i + 1)
+        )
     optimizer.step()
     optimizer.zero_grad()
 
 
 def test_resumed_optimizer_counts_steps_once(recipe, world, tmp_path):
-    """The step after a load moves the weights as the step after a save did, bit for bit."""
+    """The step after a load moves the weights as that after the save did, bit for bit."""
     from nvfp4.engine import checkpoint
 
     state = checkpoint.TrainState(*build(recipe, world), step=3, samples=12)
@@ -82,7 +86,9 @@ def test_resumed_optimizer_counts_steps_once(recipe, world, tmp_path):
     checkpoint.load(path, record, again)
     assert (again.step, again.samples) == (3, 12)
     step_with_gradients(again.model, again.optimizer)
-    for (name, old), new in zip(state.model.named_parameters(), again.model.parameters(), strict=True):
+    for (name, old), new in zip(
+        state.model.named_parameters(), again.model.parameters(), strict=True
+    ):
         assert torch.equal(old, new), name
     inner = again.optimizer.chained_optimizers[0].optimizer
     assert {s["step"].item() for s in inner.state.values()} == {4.0}

@@ -1,9 +1,10 @@
 """Every command block of README.md runs: short ones here, long ones in `make test-long`.
 
-A block is ```bash ...```. The HTML comment before it says how it is run:
+A block is ```bash ...``` or ```python ...```. The HTML comment before it says how it is run:
 
     <!-- test -->              run in an empty folder, in `make test`
-    <!-- test: long -->        the same, in `make test-long`
+    <!-- test: python -->      run by the interpreter, in `make test`
+    <!-- test: long -->        as the first, in `make test-long`
     <!-- test: clone -->       run in a fresh clone without an environment, in `make test-long`
     <!-- test: suite -->       it is what runs these tests; checked against .ci/run
     <!-- test: nodes -->       run twice at once as two nodes of this machine, in `make test-long`
@@ -27,7 +28,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 BLOCKS = [m.groupdict() for m in BLOCK.finditer(README)]
-COMMANDS = [b for b in BLOCKS if b["language"] in ("bash", "sh", "shell", "console")]
+COMMANDS = [b for b in BLOCKS if b["language"] in ("bash", "sh", "shell", "console", "python")]
 # Small values for the variables that README's cluster blocks leave to the reader.
 ON_THIS_MACHINE = {
     "NODES": "2", "GPUS": "1", "HOST": "localhost", "PORT": "29611",
@@ -57,7 +58,7 @@ def run(code: str, cwd: Path, **more: str) -> str:
 
 
 def test_every_block_is_run():
-    known = {"test", "test: long", "test: clone", "test: suite", "test: nodes", "test: slurm"}
+    known = {"test", *(f"test: {how}" for how in "python long clone suite nodes slurm".split())}
     assert COMMANDS, "README has no command blocks"
     assert [b["code"] for b in COMMANDS if b["how"] not in known] == []
     assert all(b["language"] for b in BLOCKS), "every block names its language (text, yaml, bash)"
@@ -83,6 +84,12 @@ def workplace(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("code", blocks("test"))
 def test_short_blocks(code, workplace):
     run(code, workplace)
+
+
+@pytest.mark.parametrize("code", blocks("test: python"))
+def test_python_blocks(code, workplace):
+    (workplace / "block.py").write_text(code)
+    run("python block.py", workplace)
 
 
 @pytest.mark.long

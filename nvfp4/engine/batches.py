@@ -7,6 +7,7 @@ With D data-parallel ranks and micro-batches of B, micro-batch m of rank r holds
 out differently.
 """
 
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -50,8 +51,7 @@ def position_offset(seq_length: int) -> int | tuple[int, int]:
 def _context_parallel_part(batch: Batch) -> Batch:
     if parallel_state.get_context_parallel_world_size() == 1:
         return batch
-    import inspect
-
     # Megatron-Core 0.18 added a required flag for its other, hybrid context parallelism.
-    wants_flag = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
-    return get_batch_on_this_cp_rank(batch, *([False] if wants_flag else []))
+    known = inspect.signature(get_batch_on_this_cp_rank).parameters
+    flag = {"is_hybrid_cp": False} if "is_hybrid_cp" in known else {}
+    return get_batch_on_this_cp_rank(batch, **flag)  # type: ignore[arg-type]

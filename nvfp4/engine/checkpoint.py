@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # noqa: F401  without it Megatron's writer processes die and its save waits for ever
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nvfp4.config import Recipe
@@ -39,11 +39,10 @@ _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_av
 
 @dataclass
 class TrainState:
-    """What training changes: the wrapped model, its optimizer and schedule, and how far they
-    are."""
+    """What training changes: the wrapped model, its optimizer and schedule, how far they are."""
 
-    model: torch.nn.Module  # Megatron's DistributedDataParallel
-    optimizer: MegatronOptimizer
+    model: DistributedDataParallel
+    optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
     step: int = 0
     samples: int = 0
@@ -79,7 +78,7 @@ def save(folder: Path, state: TrainState, identity: dict, recipe: Recipe, world:
         temporary.rename(final)
         _sync(parent)
         _point_latest(folder, final)
-        for _, old in complete_checkpoints(folder)[: -recipe.checkpoint.keep]:
+        for old, _ in complete_checkpoints(folder)[: -recipe.checkpoint.keep]:
             shutil.rmtree(old.rename(old.with_name(f".removing_{old.name}")))
     dist.barrier()
     return final
@@ -88,41 +87,36 @@ def save(folder: Path, state: TrainState, identity: dict, recipe: Recipe, world:
 def find_newest(
     folder: Path, echo: Callable[[str], None], world: World
 ) -> tuple[Path, dict] | None:
-    """The newest complete checkpoint and its record, the same on every rank; says what it skips and
-    sweeps rests."""
-    found: list[tuple[Path, dict] | None] = [None]
-    if world.main and (folder / "checkpoints").is_dir():
+    """The newest complete checkpoint and its record, the same on every rank.
+
+    Sweeps up what killed processes left, and says which checkpoints it passes over.
+    """
+    found = [None]
+    if world.main:
         for rest in (folder / "checkpoints").glob(".*_step_*"):
             shutil.rmtree(rest, ignore_errors=True)
-        complete = complete_checkpoints(folder, echo)
-        found = [(complete[-1][1], complete[-1][0])] if complete else [None]
+        found = complete_checkpoints(folder, echo)[-1:] or found
     if world.size > 1:
         dist.broadcast_object_list(found, src=0)
     return found[0]
 
 
 def complete_checkpoints(
-    folder: Path, echo: Callable[[str], None] | None = None
-) -> list[tuple[dict, Path]]:
-    """(record, path) of every checkpoint whose files are all there in full, oldest first."""
+    folder: Path, echo: Callable[[str], None] = lambda text: None
+) -> list[tuple[Path, dict]]:
+    """(path, record) of every checkpoint whose files are all there in full, oldest first."""
     complete = []
-    for path in sorted(
-        (folder / "checkpoints").glob("step_*"), key=lambda p: (len(p.name), p.name)
-    ):
+    for path in (folder / "checkpoints").glob("step_*"):
         try:
             record = json.loads((path / RECORD).read_text())
-            wrong = [
-                name
-                for name, size in record["files"].items()
-                if (path / name).stat().st_size != size
-            ]
+            sizes = {name: (path / name).stat().st_size for name in record["files"]}
+            wrong = [name for name, size in record["files"].items() if sizes[name] != size]
+            if wrong:
+                raise ValueError(f"{wrong[0]} has {sizes[wrong[0]]} bytes")
+            complete.append((path, record))
         except (OSError, ValueError, KeyError) as error:
-            wrong = [str(error)]
-        if not wrong:
-            complete.append((record, path))
-        elif echo is not None:
-            echo(f"checkpoint {path} is incomplete ({wrong[0]}) and is not used")
-    return complete
+            echo(f"checkpoint {path} is incomplete ({error}) and is not used")
+    return sorted(complete, key=lambda found: found[1]["step"])
 
 
 def load(path: Path, record: dict, state: TrainState) -> None:
@@ -130,19 +124,29 @@ def load(path: Path, record: dict, state: TrainState) -> None:
     allocate_state(state.optimizer)
     wanted = _sharded(state, is_loading=True)
     loaded = dist_checkpointing.load(wanted, str(path), strict="raise_all")
+    assert isinstance(loaded, dict)
     state.model.module.load_state_dict(loaded["model"])
     load_optimizer(state.optimizer, loaded["optimizer"])
     state.schedule.load_state_dict(loaded["schedule"])
     state.step, state.samples = record["step"], record["samples"]
 
 
-def differences(saved: dict, current: dict) -> list[str]:
-    """``key: old -> new`` for every key of two flat identities that differs."""
-    return [
-        f"{key}: {saved.get(key, 'absent')} -> {current.get(key, 'absent')}"
-        for key in sorted({*saved, *current})
-        if saved.get(key, "absent") != current.get(key, "absent")
-    ]
+def differences(saved: dict[str, str], current: dict[str, str]) -> list[str]:
+    """`key: old -> new` for what differs between two flat identities; linears that change alike
+    share a line, and a policy that only one of them uses is not a difference of its own."""
+    changes, linears = [], {}
+    for key in sorted({*saved, *current}):
+        change = f"{saved.get(key, 'absent')} -> {current.get(key, 'absent')}"
+        if saved.get(key) == current.get(key):
+            continue
+        if key.startswith("precision of "):
+            linears.setdefault(change, []).append(key)
+        elif not key.startswith("policy ") or (key in saved and key in current):
+            changes.append(f"{key}: {change}")
+    for change, keys in linears.items():
+        others = f" and {len(keys) - 1} other linears" if len(keys) > 1 else ""
+        changes.append(f"{keys[0]}{others}: {change}")
+    return changes
 
 
 def check_identity(
@@ -164,7 +168,7 @@ def check_identity(
 def _sharded(state: TrainState, is_loading: bool = False) -> dict:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**_FORMAT, "dp_cp_group": group}
-    model = state.model.module.sharded_state_dict(metadata=metadata)
+    model = state.model.module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "schedule": state.schedule.state_dict()}
 

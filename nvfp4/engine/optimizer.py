@@ -13,11 +13,12 @@ the steps, reached exactly at the last step.
 """
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
 from nvfp4.config import Recipe
 from nvfp4.models.hybrid import decays
@@ -26,7 +27,7 @@ from nvfp4.models.hybrid import decays
 _FROM_RECIPE = ("lr", "max_lr", "min_lr", "betas", "eps")
 
 
-def build_optimizer(recipe: Recipe, model: torch.nn.Module) -> MegatronOptimizer:
+def build_optimizer(recipe: Recipe, model: DistributedDataParallel) -> ChainedOptimizer:
     """The optimizer of a model wrapped in Megatron's DistributedDataParallel.
 
     With train.dtype bf16 the model's parameters are BF16 and the optimizer keeps FP32 masters,
@@ -52,18 +53,16 @@ def build_optimizer(recipe: Recipe, model: torch.nn.Module) -> MegatronOptimizer
             name="no_weight_decay", fn=lambda parameter, name: not decays(name, parameter)
         )
     )
-    optimizer = get_megatron_optimizer(
-        config, [model], config_overrides={undecayed: {"wd_mult": 0.0}}
-    )
+    no_decay = ParamGroupOverride(wd_mult=0.0)  # type: ignore[typeddict-item]
+    optimizer = get_megatron_optimizer(config, [model], config_overrides={undecayed: no_decay})
+    assert isinstance(optimizer, ChainedOptimizer)
     for inner in optimizer.chained_optimizers:
-        if isinstance(inner, DistributedOptimizer) and isinstance(
-            inner.optimizer, torch.optim.AdamW
-        ):
+        if isinstance(inner, DistributedOptimizer):
             _give_each_parameter_its_step(inner)
     return optimizer
 
 
-def build_schedule(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_schedule(recipe: Recipe, optimizer: ChainedOptimizer) -> OptimizerParamScheduler:
     """Warmup-stable-decay over recipe.steps global batches; Megatron's "steps" are samples here."""
     batch = recipe.train.global_batch_size
     schedule = recipe.schedule
@@ -87,15 +86,19 @@ def build_schedule(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerPar
     )
 
 
-def load_optimizer(optimizer: MegatronOptimizer, state: dict) -> None:
-    """Load moments, masters and step; hyperparameters stay those of the recipe."""
-    wanted = [{key: group[key] for key in _FROM_RECIPE} for group in optimizer.param_groups]
+def load_optimizer(optimizer: ChainedOptimizer, state: dict) -> None:
+    """Load moments, masters and step; hyperparameters stay those of the recipe.
+
+    A state without "optimizer" is that of Megatron's FP32Optimizer. Megatron-Core 0.19 finds a
+    group by its hyperparameters, so those of the saved groups are replaced before.
+    """
+    groups = {group["wd_mult"]: group for group in optimizer.param_groups}
+    for saved in state.get("optimizer", state)["param_groups"]:
+        saved.update({key: groups[saved["wd_mult"]][key] for key in _FROM_RECIPE})
     optimizer.load_state_dict(state)
-    for group, values in zip(optimizer.param_groups, wanted, strict=True):
-        group.update(values)
 
 
-def allocate_state(optimizer: MegatronOptimizer) -> None:
+def allocate_state(optimizer: ChainedOptimizer) -> None:
     """Give an optimizer that has not stepped the state tensors that a checkpoint is read into.
 
     The distributed optimizer asserts that they exist; a step with zero gradients makes them, and
@@ -116,15 +119,15 @@ def _give_each_parameter_its_step(optimizer: DistributedOptimizer) -> None:
     same step tensor, so that each of n parameters advances it by one and the bias correction is
     that of step n k. Needed on every CPU, and on a GPU without Transformer Engine.
     """
-    set_states, load_state_dict = (
-        optimizer._set_main_param_and_optimizer_states,
-        optimizer.load_state_dict,
-    )
+    if not isinstance(optimizer.optimizer, torch.optim.AdamW):
+        return
+    set_states = optimizer._set_main_param_and_optimizer_states
+    load_state_dict = optimizer.load_state_dict
 
-    def set_states_and_keep_step(model_parameter, tensors):
-        group, place = optimizer.model_param_group_index_map[model_parameter]
+    def set_states_and_keep_step(model_param, tensors):
+        group, place = optimizer.model_param_group_index_map[model_param]
         state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
-        set_states(model_parameter, {"step": state["step"].clone(), **tensors})
+        set_states(model_param, {"step": state["step"].clone(), **tensors})
 
     def load_and_separate_steps(state_dict):
         load_state_dict(state_dict)

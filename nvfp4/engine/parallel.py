@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy
 import torch
@@ -20,7 +20,7 @@ from nvfp4.engine import cpu
 from nvfp4.errors import MachineError, UserError
 
 _SECONDS_FOR_RANK_0 = 10.0
-_store: dist.Store | None = None  # shared by all ranks; carries the news that a rank failed
+_store: Any = None  # shared by all ranks; carries the news that a rank failed
 
 
 class Layout(Protocol):
@@ -87,7 +87,7 @@ def start(layout: Layout, *, seed: int, deterministic: bool) -> World:
     if on_cpu or deterministic:
         # Free on a CPU, where it only turns an operation without a fixed order into an error.
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -134,7 +134,8 @@ def sum_of_reports(reports: list[torch.Tensor], world: World) -> tuple[float, fl
             total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        stages: Any = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(total, src=last, group=stages)
     loss, tokens = total.tolist()
     return loss, tokens
 
@@ -149,7 +150,7 @@ def print_once_and_exit(error: UserError, rank: int) -> NoReturn:
     if rank == 0:
         print(f"nvfp4 train: {error}", file=sys.stderr, flush=True)
         if _store is not None:
-            _store.set("nvfp4_error", b"0")
+            _store.set("nvfp4_error", "0")
         sys.exit(error.exit_code)
     deadline = time.monotonic() + _SECONDS_FOR_RANK_0
     while time.monotonic() < deadline:
@@ -168,9 +169,9 @@ def _join(on_cpu: bool) -> torch.device:
     """
     global _store
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _store, rank, size = next(dist.rendezvous("env://"))
+        _store, rank, size = next(dist.rendezvous("env://"))  # pyright: ignore
     else:
-        _store, rank, size = dist.HashStore(), 0, 1
+        _store, rank, size = dist.HashStore(), 0, 1  # pyright: ignore
     device = torch.device("cpu") if on_cpu else _local_gpu()
     dist.init_process_group("gloo" if on_cpu else "nccl", store=_store, rank=rank, world_size=size)
     return device

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 _IMPATIENT_AFTER_S = 1.0
 _STOP = (signal.SIGTERM, signal.SIGINT)
@@ -22,7 +23,7 @@ class StopRequest:
     def __init__(self):
         self.received: str | None = None  # name of the first signal
         self._time = 0.0
-        self._former: dict[signal.Signals, object] = {}
+        self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         self._former = {number: signal.signal(number, self._note) for number in _STOP}

@@ -15,7 +15,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -34,7 +34,9 @@ class TrainingError(UserError):
     exit_code = 1
 
 
-def build_model(recipe: Recipe, world: parallel.World) -> tuple[torch.nn.Module, frozenset[str]]:
+def build_model(
+    recipe: Recipe, world: parallel.World
+) -> tuple[DistributedDataParallel, frozenset[str]]:
     """The model in Megatron's wrappers, and the global names of the linears on this rank.
 
     bf16: Float16Module makes every parameter BF16; the optimizer keeps FP32 masters. In either
@@ -64,7 +66,7 @@ def build_model(recipe: Recipe, world: parallel.World) -> tuple[torch.nn.Module,
 
 def forward_backward(
     recipe: Recipe,
-    model: torch.nn.Module,
+    model: DistributedDataParallel,
     batches: Iterator[tuple[int, Batch]],
     count: int,
     step: int,
@@ -110,7 +112,7 @@ def forward_backward(
 
 
 def update(
-    optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, batch_size: int, step: int
+    optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler, batch_size: int, step: int
 ) -> tuple[float, float]:
     """Clip and apply the gradients. Returns the learning rate used and the norm before clipping.
 
@@ -130,7 +132,7 @@ def update(
 
 @torch.no_grad()
 def evaluate(
-    recipe: Recipe, model: torch.nn.Module, valid_set, step: int, world: parallel.World
+    recipe: Recipe, model: DistributedDataParallel, valid_set, step: int, world: parallel.World
 ) -> float:
     """Mean loss over the first metrics.valid_batches global batches of `valid_set`, each sample
     once."""

@@ -102,12 +102,15 @@ def _train(
 
     # where the run stands
     who = identity(recipe, prepared)
-    found = checkpoint.find_newest(folder.path, echo, world)
+    saved, found = folder.path, checkpoint.find_newest(folder.path, echo, world)
     if found:
-        path, record = found
-        checkpoint.check_identity(path, record, who, recipe.checkpoint.allow_changes, echo)
-        checkpoint.load(path, record, state)
-        echo(f"resuming from {path}, after step {state.step} of {recipe.steps}")
+        saved, record = found
+        checkpoint.check_identity(saved, record, who, recipe.checkpoint.allow_changes, echo)
+        if record["step"] >= recipe.steps:
+            echo(f"{saved} is at step {record['step']}, the recipe ends at {recipe.steps}: done")
+            return
+        checkpoint.load(saved, record, state)
+        echo(f"resuming from {saved}, after step {state.step} of {recipe.steps}")
     env = environment(recipe, prepared, backend, world, parameters)
     folder.write_environment(env, echo, resumed=bool(found))
     folder.write("recipe.yaml", recipe.to_yaml())
@@ -116,9 +119,9 @@ def _train(
 
     # the steps
     with StopRequest() as stop, _metrics(recipe, folder, state.step, world) as metrics:
-        first = state.step + 1
-        for step in range(first, recipe.steps + 1):
-            began = time.perf_counter()
+        first, stopping = state.step + 1, False
+        while state.step < recipe.steps and not stopping:
+            began, step = time.perf_counter(), state.step + 1
             batches = micro_batches(
                 train_set,
                 first_sample=state.samples,
@@ -132,26 +135,26 @@ def _train(
             state.step, state.samples = step, state.samples + batch_size
             seconds = time.perf_counter() - began
 
+            last = step == recipe.steps
             tokens = state.samples * recipe.model.seq_length
             row = dict(step=step, tokens=tokens, loss=loss, grad_norm=grad_norm, lr=lr)
-            if step % settings.valid_every == 0 or step == recipe.steps:
+            if last or step % settings.valid_every == 0:
                 row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
             if metrics:
                 metrics.write(row, seconds, recipe.tokens_per_step)
 
             stopping = parallel.any_rank(bool(stop.received), world) or step == stop_after
-            if stopping or step % recipe.checkpoint.every == 0 or step == recipe.steps:
+            if last or stopping or step % recipe.checkpoint.every == 0:
                 if metrics:
                     metrics.sync()
-                path = checkpoint.save(folder.path, state, who, recipe, world)
-            if stopping:
-                break
-    if state.step < recipe.steps:
-        why = stop.received or "as asked"
-        echo(f"stopped ({why}) after step {state.step} of {recipe.steps}, saved in {path}; "
-             "the same command goes on from there")  # fmt: skip
+                saved = checkpoint.save(folder.path, state, who, recipe, world)
+    if state.step == recipe.steps:
+        echo(f"finished: {recipe.steps} steps, last checkpoint {saved}")
     else:
-        echo(f"finished: {recipe.steps} steps, last checkpoint {path}")
+        echo(
+            f"stopped ({stop.received or 'as asked'}) after step {state.step} of {recipe.steps}, "
+            f"saved in {saved}; the same command goes on from there"
+        )
 
 
 def _metrics(recipe: Recipe, folder: RunFolder, step: int, world: parallel.World):

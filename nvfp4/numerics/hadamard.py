@@ -37,8 +37,8 @@ def rotate(x: Tensor, signs: str = "fixed") -> Tensor:
     FP64 sums, rounded to FP32 (the accumulator of the kernels), then to BF16. A sum of 16 BF16
     numbers is exact in FP64 unless their exponents differ by more than 41; FP32 sums would depend
     on their order from 12 on.
-    x: (M, K), K % 16 == 0 (UserError otherwise); BF16 values in any float dtype. Returns (M, K)
-    bfloat16.
+    x: (M, K), K % 16 == 0 (UserError otherwise); BF16 values in any float dtype.
+    Returns (M, K) bfloat16.
     """
     if x.shape[-1] % GROUP:
         raise UserError(

@@ -101,8 +101,7 @@ def quantize(
 ) -> QuantizedTensor:
     """x as element codes and block scales along its last dimension; scaling.py has the formulas.
 
-    x: (M, K) float32, bfloat16 or float16. With spec.hadamard it is rotated first
-    (hadamard.rotate).
+    x: (M, K) float32, bfloat16 or float16. With spec.hadamard it is rotated first.
     amax: float32, one element; replaces the tensor's own amax (which may be a maximum over ranks).
     random_bits: (M, K) uint8, required by and only allowed for rounding stochastic.
     NaN is ignored in every amax and becomes +6 (FP4) or NaN (FP8). UserError: wrong shape or dtype.

@@ -11,8 +11,7 @@ FP8 blocks:  enc = max / b, perhaps rounded down to a power of two;  stored scal
 
 Beware of `number / tensor` in PyTorch: it is computed as number * (1 / tensor), two roundings, and
 on a GPU `tensor / number` multiplies by a rounded reciprocal. Every division here is tensor by
-tensor.
-Source of all formulas: Transformer Engine 2.20, common/cast/nvfp4/core_nvfp4.cuh and
+tensor. Source of all formulas: Transformer Engine 2.20, common/cast/nvfp4/core_nvfp4.cuh and
 common/recipe/recipe_common.cuh.
 """
 
