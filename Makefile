@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 VENV   := .venv
+SHELL  := bash
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -21,14 +22,19 @@ install: $(STAMP)
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing nvfp4[test] (a few minutes the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]' | \
+	  sed -unE '/^(Collecting|Building|Installing|Successfully)/p'; exit $${PIPESTATUS[0]}
 	@touch $@
 
+# The three runs side by side, one thread each: no run waits for another thread at every small
+# operation, so a busy machine slows them little. A pipe makes their progress plain lines.
+RUNS := tiny_bf16 tiny_fp8 tiny_nvfp4
 demo: $(STAMP)
-	@$(BIN)/nvfp4 train tiny_bf16
-	@$(BIN)/nvfp4 train tiny_fp8
-	@$(BIN)/nvfp4 train tiny_nvfp4
-	@$(BIN)/nvfp4 parity runs/tiny_bf16 runs/tiny_fp8 runs/tiny_nvfp4 --out runs/parity || test $$? -eq 4
+	@$(MAKE) --no-print-directory -j 3 $(RUNS:%=run-%)
+	@$(BIN)/nvfp4 parity $(RUNS:%=runs/%) --out runs/parity || test $$? -eq 4
+
+run-%: $(STAMP)
+	@set -o pipefail; OMP_NUM_THREADS=1 $(BIN)/nvfp4 train $* 2>&1 | sed -u "s/^/$*  /"
 
 # One process a core, one thread each: the suite is many small tensors.
 test: $(STAMP)

@@ -34,11 +34,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_recipe(parser: Parser) -> None:
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="a YAML file, a run folder, or the name of a shipped recipe",
-    )
+    what = "a YAML file, a run folder, or the name of a shipped recipe"
+    parser.add_argument("recipe", metavar="RECIPE", help=what)
     parser.add_argument(
         "override", metavar="a.b=c", nargs="*", help="changes one key, such as train.steps=50"
     )
@@ -295,6 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         complain(name, error)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(f"\nnvfp4 {name}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `nvfp4 check ... | head`: nobody reads what is left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -10,45 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-REQUIRED = (
-    "torch", "megatron-core", "numpy", "datasets", "tokenizers", "tensorboard", "safetensors",
-    "pydantic", "omegaconf", "matplotlib", "scipy", "psutil", "einops", "triton",
-)  # fmt: skip
-OPTIONAL = {
-    "transformer-engine": "the Transformer Engine spec on GPUs",
-    "mamba-ssm": "the fused Mamba-2 scan on GPUs",
-    "causal-conv1d": "the fused causal convolution on GPUs",
-    "transformers": "comparison with NemotronHForCausalLM",
-}
+from nvfp4.machine import OPTIONAL, REQUIRED, cpu_name, version_of
+
 NATIVE_FP4 = "Blackwell (sm_100, sm_103, sm_120 or sm_121)"
-
-
-def version_of(package: str) -> str | None:
-    """Installed version of a distribution, or None. Does not import it."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str]:
-    """Versions of this toolkit, of Python and of every installed package it knows by name."""
-    found = {"python": platform.python_version(), "nvfp4": version_of("nvfp4") or "not installed"}
-    for package in (*REQUIRED, *OPTIONAL):
-        if (installed := version_of(package)) is not None:
-            found[package] = installed
-    return found
-
-
-def cpu_name() -> str:
-    """The processor's model name, as the operating system reports it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def device_lines() -> list[str]:

@@ -123,7 +123,11 @@ def weights(folder) -> dict[str, bytes]:
 
 
 def test_changes_that_are_allowed_are_said(tmp_path, capsys):
-    train(small(tmp_path, BF16), stop_after=2)
+    train(small(tmp_path, BF16), stop_after=1)
+    assert "changed" not in capsys.readouterr().out
+    train(small(tmp_path, BF16, "optim.lr=0.001"), stop_after=2)
+    assert "the recipe has changed since: optim.lr: 0.003 -> 0.001\n" in capsys.readouterr().out
+    assert rows(tmp_path)[-1]["lr"] == 0.001
     train(small(tmp_path, FP8, "checkpoint.allow_changes=true"), stop_after=3)
     assert "under another recipe, as allowed: precision of decoder" in capsys.readouterr().out
 
@@ -225,7 +229,14 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, spoiled):
         train(recipe)
     assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
     assert (tmp_path / "latest").read_text() == "checkpoints/step_000002\n"
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    # The failed step stays visible, so that parity fails a run that broke; a resume drops it.
+    assert (tmp_path / "metrics.jsonl").read_bytes().removeprefix(before) == (
+        b'{"step": 3, "tokens": 768, "loss": NaN}\n'
+    )
+    spoiled(lambda model: None)
+    train(recipe, stop_after=3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert all(math.isfinite(row["loss"]) for row in rows(tmp_path))
 
 
 def poison_when_loaded(model):

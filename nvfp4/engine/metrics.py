@@ -55,6 +55,12 @@ class Metrics:
                 self._tensorboard.add_scalar(tag, value, row["step"])
         self._line.show(row, seconds, tokens)
 
+    def write_failure(self, row: dict) -> None:
+        """The step that could not be used, NaN and all: analysis sees that the run broke, a resume
+        drops the line."""
+        self._files[0].write(json.dumps(row) + "\n")
+        self._files[0].flush()
+
     def sync(self) -> None:
         """Put every line on the disk; called before a checkpoint, which promises the lines up to
         its step."""

@@ -3,7 +3,6 @@ time in it."""
 
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,20 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
-from nvfp4 import __version__
 from nvfp4.backends import Backend
 from nvfp4.config import Recipe
 from nvfp4.engine.parallel import World
 from nvfp4.errors import UserError
+from nvfp4.machine import cpu_name, versions
 from nvfp4.precision.audit import AuditLog
 from nvfp4.precision.operands import GEMMS
 from nvfp4.precision.plan import describe
-
-_PACKAGES = (
-    "torch", "megatron-core", "numpy", "tokenizers", "triton", "transformer-engine", "mamba-ssm",
-    "causal-conv1d",
-)  # fmt: skip
 
 
 def is_finished(recipe: Recipe) -> bool:
@@ -138,17 +133,30 @@ def identity(recipe: Recipe, prepared) -> dict[str, str]:
         "train.dtype": recipe.train.dtype,
         "train.global_batch_size": recipe.train.global_batch_size,
     }
-    for key, value in recipe.model_dump(mode="json")["model"].items():
-        if key != "name":
-            found |= (
-                {f"model.{key}.{k}": v for k, v in value.items()}
-                if isinstance(value, dict)
-                else {f"model.{key}": value}
-            )
+    found |= flat({"model": recipe.model_dump(mode="json", exclude={"model": {"name"}})["model"]})
     found |= {f"precision of {row.name}": row.policy.name for row in recipe.plan.rows}
     for name, policy in recipe.plan.policies.items():
         found |= {f"policy {name} {gemm}": describe(policy, gemm) for gemm in GEMMS}
     return {key: str(value) for key, value in found.items()}
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    found = {}
+    for key, value in tree.items():
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
+    return found
+
+
+def recipe_changes(checkpoint: Path, recipe: Recipe) -> list[str]:
+    """`key: old -> new` for every key in which a recipe differs from that of a checkpoint."""
+    before = OmegaConf.to_container(OmegaConf.load(checkpoint / "recipe.yaml"))
+    assert isinstance(before, dict)
+    before = flat(before)
+    now = flat(recipe.model_dump(mode="json"))
+    return [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
 
 
 def environment(recipe: Recipe, prepared, backend: Backend, world: World, parameters: int) -> dict:
@@ -156,9 +164,9 @@ def environment(recipe: Recipe, prepared, backend: Backend, world: World, parame
     data."""
     cuda = world.device.type == "cuda"
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "git": _git(),
-        "device": torch.cuda.get_device_name(world.device) if cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name(world.device) if cuda else cpu_name(),
         "processes": world.size,
         "threads": torch.get_num_threads(),
         "backend": {"name": backend.name, "reasons": list(backend.reasons)},
@@ -169,32 +177,19 @@ def environment(recipe: Recipe, prepared, backend: Backend, world: World, parame
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {"nvfp4": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _git() -> str | None:
     """Commit of the source tree this code runs from, with -dirty if it was changed; None outside of
     git."""
-    here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    file = Path(__file__).resolve()
+    git = ["git", "-C", str(file.parent)]
+    # Installed inside somebody else's work tree, git would describe that one.
+    ours = [*git, "ls-files", "--error-unmatch", file.name]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        for command in (ours, describe):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            if done.returncode:
+                return None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return done.stdout.strip() or None

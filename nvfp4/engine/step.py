@@ -29,9 +29,16 @@ from nvfp4.precision.context import StepContext, use_context
 
 
 class TrainingError(UserError):
-    """Training cannot go on (exit code 1); the last checkpoint is untouched."""
+    """Training cannot go on (exit code 1); the last checkpoint is untouched.
+
+    row: what is known of the failed step, for metrics.jsonl; not all of it is finite.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, **row: float):
+        super().__init__(f"{message}; stopped, the last checkpoint is untouched")
+        self.row = row
 
 
 def build_model(
@@ -106,13 +113,18 @@ def forward_backward(
     )
     loss, tokens = parallel.sum_of_reports(reports, world)
     if not tokens or not math.isfinite(loss):
-        what = f"the loss is {loss / tokens}" if tokens else "no token of the batch counts"
-        raise TrainingError(f"step {step}: {what}; stopped, the last checkpoint is untouched")
+        mean = loss / tokens if tokens else math.nan
+        what = f"the loss is {mean}" if tokens else "no token of the batch counts"
+        raise TrainingError(f"step {step}: {what}", loss=mean)
     return loss / tokens
 
 
 def update(
-    optimizer: ChainedOptimizer, schedule: OptimizerParamScheduler, batch_size: int, step: int
+    optimizer: ChainedOptimizer,
+    schedule: OptimizerParamScheduler,
+    batch_size: int,
+    step: int,
+    loss: float,
 ) -> tuple[float, float]:
     """Clip and apply the gradients. Returns the learning rate used and the norm before clipping.
 
@@ -123,10 +135,9 @@ def update(
     _, grad_norm, _ = optimizer.step()
     optimizer.zero_grad()  # in fp32 .grad is main_grad itself; backward must find None there
     if grad_norm is None or not math.isfinite(grad_norm):
-        raise TrainingError(
-            f"step {step}: the gradient norm is {grad_norm}; stopped, the last checkpoint is "
-            "untouched"
-        )
+        norm = math.nan if grad_norm is None else float(grad_norm)
+        what = f"the gradient norm is {grad_norm}"
+        raise TrainingError(f"step {step}: {what}", loss=loss, grad_norm=norm)
     return float(lr), float(grad_norm)
 
 

@@ -12,7 +12,7 @@ from nvfp4 import backends
 from nvfp4.config import Recipe
 from nvfp4.engine import parallel
 from nvfp4.engine.metrics import Metrics
-from nvfp4.engine.runfolder import RunFolder, environment, identity, is_finished
+from nvfp4.engine.runfolder import RunFolder, environment, identity, is_finished, recipe_changes
 from nvfp4.engine.signals import StopRequest
 from nvfp4.errors import UserError
 from nvfp4.models.configs import count_parameters
@@ -73,7 +73,13 @@ def _train(
     from nvfp4.engine import checkpoint
     from nvfp4.engine.batches import micro_batches
     from nvfp4.engine.optimizer import build_optimizer, build_schedule
-    from nvfp4.engine.step import build_model, evaluate, forward_backward, update
+    from nvfp4.engine.step import (
+        TrainingError,
+        build_model,
+        evaluate,
+        forward_backward,
+        update,
+    )
 
     echo: Echo = functools.partial(print, flush=True) if world.main else lambda text: None
     batch_size, settings = recipe.train.global_batch_size, recipe.metrics
@@ -111,6 +117,8 @@ def _train(
             return
         checkpoint.load(saved, record, state)
         echo(f"resuming from {saved}, after step {state.step} of {recipe.steps}")
+        if changes := recipe_changes(saved, recipe):
+            echo(f"the recipe has changed since: {'; '.join(changes)}")
     env = environment(recipe, prepared, backend, world, parameters)
     folder.write_environment(env, echo, resumed=bool(found))
     folder.write("recipe.yaml", recipe.to_yaml())
@@ -129,14 +137,19 @@ def _train(
                 size=recipe.train.micro_batch_size,
                 world=world,
             )
-            with _audited(recipe, linears, accumulation, folder, active=step == first):
-                loss = forward_backward(recipe, model, batches, accumulation, step, world)
-            lr, grad_norm = update(optimizer, state.schedule, batch_size, step)
+            tokens = step * recipe.tokens_per_step
+            try:
+                with _audited(recipe, linears, accumulation, folder, active=step == first):
+                    loss = forward_backward(recipe, model, batches, accumulation, step, world)
+                lr, grad_norm = update(optimizer, state.schedule, batch_size, step, loss)
+            except TrainingError as error:
+                if metrics:
+                    metrics.write_failure({"step": step, "tokens": tokens, **error.row})
+                raise
             state.step, state.samples = step, state.samples + batch_size
             seconds = time.perf_counter() - began
 
             last = step == recipe.steps
-            tokens = state.samples * recipe.model.seq_length
             row = dict(step=step, tokens=tokens, loss=loss, grad_norm=grad_norm, lr=lr)
             if last or step % settings.valid_every == 0:
                 row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
