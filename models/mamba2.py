@@ -1,9 +1,9 @@
 """The Mamba-2 mixer in plain PyTorch, with the parameters and checkpoint keys of MambaMixer.
 
-    [z, x, B, C, dt] = in_proj(u)                    rows I, I, G N, G N, H
-    [x, B, C] = silu(causal_conv([x, B, C]))         depthwise, K taps, the last on the current
-    token y = ssd(x, dt, B, C)                             nvfp4.models.ssd out =
-    out_proj(group_norm(y silu(z)))            I / G channels per group
+    [z, x, B, C, dt] = in_proj(u)              rows I, I, G N, G N, H
+    [x, B, C] = silu(causal_conv([x, B, C]))   depthwise, K taps, the last on the current token
+    y = ssd(x, dt, B, C)                       nvfp4.models.ssd
+    out = out_proj(group_norm(y silu(z)))      I / G channels per group
 
 On CUDA the mamba-ssm scan and the causal-conv1d convolution are used where installed; parameters
 and definition are the same. Tensor parallel rank r holds [z_r; x_r; B_r; C_r; dt_r], each cut on

@@ -63,18 +63,18 @@ def numerics_line() -> tuple[str, bool]:
     return f"{'ok' if ok else 'WRONG':<9}one NVFP4 GEMM against FP64: relative {error:.1e}", ok
 
 
-def mamba_line() -> str:
+def mamba_lines() -> list[str]:
     """Which kernels the Mamba mixer uses here."""
     import torch
 
+    from nvfp4.models.mamba2 import cuda_kernels
+
     if not torch.cuda.is_available():
-        return "torch    chunked scan and convolution in plain PyTorch (no GPU here)"
-    missing = [m for m in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(m) is None]
-    if missing:
-        return (
-            f"torch    plain PyTorch; {', '.join(missing)} not installed (pip install 'nvfp4[gpu]')"
-        )
-    return "fused    mamba_ssm scan and causal_conv1d convolution"
+        return ["scan and convolution   plain PyTorch (no GPU here)"]
+    return [
+        f"{name:<23}{'fused' if callable(found) else f'plain PyTorch: {found}'}"
+        for name, found in cuda_kernels().items()
+    ]
 
 
 def doctor(echo: Callable[[str], None] = print) -> int:
@@ -112,7 +112,9 @@ def doctor(echo: Callable[[str], None] = print) -> int:
         echo(f"  {reason}")
     line, ok = numerics_line()
     echo(f"  {choice.name:<11}{line}")
-    echo(f"\nmamba\n  {mamba_line()}")
+    echo("\nmamba")
+    for line in mamba_lines():
+        echo(f"  {line}")
     echo(f"\nresult    {'ok: nvfp4 train tiny_nvfp4' if ok else 'the numerics are wrong here'}")
     return 0 if ok else 3
 

@@ -152,7 +152,7 @@ WRONG_FILES = {
     ),
     "both lengths": (
         "train:\n  tokens: 1_000_000\n",
-        "mine.yaml:3: train.tokens: train.steps is set too (150); one of them says how long the "
+        "mine.yaml:3: train.tokens: train.steps is set too (120); one of them says how long the "
         "run is; set the other one to null",
     ),
     "no length": (
@@ -176,7 +176,7 @@ WRONG_FILES = {
     "window longer than the run": (
         "parity: {window_tokens: 1e9}\n",
         "mine.yaml:2: parity.window_tokens: 1,000,000,000 tokens are more than the whole run has "
-        "(307,200)",
+        "(245,760)",
     ),
     "parallel size that does not divide": (
         "parallel: {tensor_model_parallel_size: 3}\n",

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.nn import functional as F
 
 from nvfp4.models.configs import MambaConfig, ModelConfig, list_linears
@@ -82,13 +80,8 @@ def transformers_model(weights):
 
 
 @pytest.fixture(scope="module")
-def both():
+def both(one_process):
     """Our model and theirs after one forward and backward: (ours, theirs, logits, logits)."""
-    joined = not dist.is_initialized()
-    if joined:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
     plan = resolve(list_linears(CFG), PrecisionConfig(default="fp32"))
     ours = build(CFG, plan, dtype="fp32", seed=3)
     generator = torch.Generator().manual_seed(4)
@@ -104,10 +97,7 @@ def both():
     our_logits, their_logits = ours(ids, None, None), theirs(ids).logits
     ours(ids, None, None, labels=labels).mean().backward()
     F.cross_entropy(their_logits.flatten(0, 1), labels.flatten()).backward()
-    yield ours, theirs, our_logits.detach(), their_logits.detach()
-    parallel_state.destroy_model_parallel()
-    if joined:
-        dist.destroy_process_group()
+    return ours, theirs, our_logits.detach(), their_logits.detach()
 
 
 def test_logits_are_equal(both):

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -33,18 +31,7 @@ SMALL = ModelConfig(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_process():
-    """A process group and Megatron's parallel state of size one, left as found."""
-    joined = not dist.is_initialized()
-    if joined:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    if joined:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def make(cfg, dtype="fp32", policy=None, seed=0, **arguments):

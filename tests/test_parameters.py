@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
 
 from nvfp4.models.configs import list_linears
@@ -12,19 +10,7 @@ from nvfp4.models.parameters import A_RANGE, DT_RANGE, initialise
 from nvfp4.models.registry import TINY
 from nvfp4.precision.policy import PrecisionConfig, resolve
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_process():
-    """A process group and Megatron's parallel state of size one, left as found."""
-    joined = not dist.is_initialized()
-    if joined:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    if joined:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def make(cfg, dtype="fp32", policy=None, seed=0, **arguments):

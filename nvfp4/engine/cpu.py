@@ -62,14 +62,13 @@ def out_of_the_way():
 class CudaNames(TorchFunctionMode):
     """Rewrites, call by call, what Megatron-Core says about CUDA tensors.
 
-    ``device="cuda"``       -> cpu. Asked by the schedules (token counts), clip_grads (norm
-    buffers), every optimizer
-                               (loss scale, overflow flags).
-    ``Tensor.type()``       -> "torch.cuda.FloatTensor" for a CPU float tensor. Float16Optimizer and
-                               DistributedOptimizer sort parameters by this string, clip_grads
-                               asserts it.
-    ``Tensor.cuda()``       -> the tensor itself. Asked by the distributed optimizer's
-    fully_reshardable save.
+    ``device="cuda"``   -> cpu. Asked by the schedules (token counts), clip_grads (norm buffers),
+                           every optimizer (loss scale, overflow flags).
+    ``Tensor.type()``   -> "torch.cuda.FloatTensor" for a CPU float tensor. Float16Optimizer and
+                           DistributedOptimizer sort parameters by this string, clip_grads
+                           asserts it.
+    ``Tensor.cuda()``   -> the tensor itself. Asked by the distributed optimizer's
+                           fully_reshardable save.
     """
 
     rewrites = frozenset({"device", "type", "cuda"})
