@@ -1,4 +1,4 @@
-"""Package discovery and the symlink guard; all metadata is in pyproject.toml. Never imports torch."""
+"""Package discovery and the symlink guard; metadata is in pyproject.toml. Never imports torch."""
 
 from pathlib import Path
 

@@ -1,6 +1,8 @@
 """Small runs for the tests of the engine: one text, one model, recipes that differ in some keys."""
 
+import atexit
 import json
+import shutil
 import sysconfig
 from contextlib import contextmanager
 from functools import cache
@@ -27,6 +29,7 @@ SMALL = [
 def text_folder() -> Path:
     """Some real text, made once per test process; the data cache comes beside it."""
     folder = Path(mkdtemp(prefix="engine_runs_")) / "text"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     folder.mkdir()
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse.py", "ast.py", "datetime.py", "inspect.py", "tarfile.py", "typing.py"):
