@@ -92,6 +92,7 @@ class HybridModel(MambaModel):
     decoder: HybridStack
     model_config: ModelConfig
     plan: PrecisionPlan
+    planned: frozenset[str]  # the linears that the plan has for this stage
 
     def setup_embeddings_and_output_layer(self) -> None:
         # Called by Megatron's constructor right after it made its own head, before it marks the
@@ -129,9 +130,22 @@ class HybridModel(MambaModel):
                 yield self.global_name(name), module
 
 
+def _planned(model: HybridModel, cfg: ModelConfig) -> frozenset[str]:
+    """Global names that the plan has for the blocks of this stage, whatever was built for them."""
+    blocks = {layer.layer_number - 1 for layer in model.decoder.layers}
+    return frozenset(info.name for info in list_linears(cfg) if info.block in blocks)
+
+
 def _attach_plan(model: HybridModel, cfg: ModelConfig, plan: PrecisionPlan, dtype: str) -> None:
     index = {info.name: i for i, info in enumerate(list_linears(cfg))}
     rank = model.pg_collection.tp.rank()
+    model.planned = _planned(model, cfg)
+    if foreign := model.planned - {name for name, _ in model.linears()}:
+        name = min(foreign)
+        raise UserError(
+            f"{name} is not a linear of nvfp4.models.linears, so its policy "
+            f"{plan.policy_of(name).name} would not act; build it from ColumnLinear or RowLinear"
+        )
     for name, module in model.linears():
         head = name == "output_layer"
         policy = PRESETS[dtype] if head else plan.policy_of(name)

@@ -194,7 +194,7 @@ def inspect(parser: Parser) -> Run:
     """What is in a run folder, a checkpoint, a .bin/.idx prefix, a .safetensors or .npz file?
 
     nvfp4 inspect runs/tiny_nvfp4
-    nvfp4 inspect runs/tiny_nvfp4/checkpoints/step_000150
+    nvfp4 inspect runs/tiny_nvfp4/checkpoints/step_000120
     """
     parser.add_argument("path", metavar="PATH", help="the file, folder or prefix")
 

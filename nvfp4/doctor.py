@@ -44,7 +44,7 @@ def package_lines() -> tuple[list[str], bool]:
 
 
 def numerics_line() -> tuple[str, bool]:
-    """Runs the three GEMMs of one NVFP4 linear and compares fprop with decoded operands in FP64."""
+    """Runs the fprop GEMM of one NVFP4 linear and compares it with decoded operands in FP64."""
     import torch
 
     from nvfp4.numerics.gemm import gemm

@@ -188,3 +188,12 @@ def test_linears_outside_the_plan(model):
     }
     rest = replace(log, records=[r for r in log.records if r.name != "2"])
     assert audit.compare(rest, plan, 1, names=["0", "4"]) == []
+
+
+def test_weight_gradients_below_fp32_are_caught(model, monkeypatch):
+    model, plan = model
+    gemm = backends.choose("reference").gemm
+    backend(monkeypatch, gemm=lambda a, b, out_dtype: gemm(a, b, out_dtype=out_dtype).bfloat16())
+    lines = audit.compare(step(model), plan)
+    assert "2 wgrad: result in bf16" in lines
+    assert all(" wgrad: " in line for line in lines)

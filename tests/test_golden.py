@@ -8,11 +8,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from numpy_oracle import fp8, nvfp4, pack, rotate, rotation
 
 from nvfp4.errors import UserError
-from nvfp4.numerics.golden import check_file, verify
-from nvfp4.numerics.golden_case import words
+from nvfp4.numerics.golden import check_file, compare, verify
+from nvfp4.numerics.golden_case import Check, words
 
 GOLDEN = Path(__file__).parent / "golden"
 MISSING = {  # formats of later versions
@@ -312,3 +313,11 @@ def test_a_missing_or_empty_folder_is_a_user_error(tmp_path):
 def test_words_of_names():
     assert words("NVFP4_no-rht_1dw/amax1e-30") == ["nvfp4", "norht", "1dw", "amax1e", "30"]
     assert words("row_scaled_no_sign") == ["rowscaled", "nosign"]
+
+
+def test_every_bf16_nan_counts_as_one():
+    """Which NaN a cast to BF16 gives depends on the processor; a number there is an error."""
+    ours = torch.tensor([float("nan"), 1.0]).bfloat16()
+    for pattern in (0x7FC0, 0xFFFF, 0x7F81):
+        assert compare(Check("x", "x", ours), np.array([pattern, 0x3F80], np.uint16)) == ""
+    assert "[0]" in compare(Check("x", "x", ours), np.array([0x7F80, 0x3F80], np.uint16))

@@ -229,3 +229,20 @@ def test_bf16_weight_gradients_reach_main_grad_in_fp32():
     for name, weight in weights.items():
         assert weight.grad_added_to_main_grad, name
         assert (weight.main_grad != weight.main_grad.bfloat16()).any(), name
+
+
+def test_a_linear_that_no_policy_reaches_is_refused(monkeypatch):
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from nvfp4.models import hybrid
+
+    original = hybrid.model_spec
+
+    def with_megatrons_own(*arguments):
+        spec = original(*arguments)
+        spec.submodules.mlp_layer.submodules.mlp.submodules.linear_fc1 = ColumnParallelLinear
+        return spec
+
+    monkeypatch.setattr(hybrid, "model_spec", with_megatrons_own)
+    with pytest.raises(UserError, match=r"layers\.2\.mlp\.linear_fc1 is not a linear of nvfp4"):
+        make(SMALL, policy="bf16", dtype="bf16")

@@ -28,6 +28,9 @@ POLICIES = {
     "fp32": ["tiny_bf16", "precision.default=fp32", "train.dtype=fp32"],
 }
 STEPS = 40
+# The shipped model; half the shipped batch, and short evaluations that fall between the signals.
+SHORT = [f"train.steps={STEPS}", "train.global_batch_size=4", "train.micro_batch_size=2",
+         "checkpoint.every=10", "metrics.valid_every=15", "metrics.valid_batches=1"]  # fmt: skip
 
 
 class Runs:
@@ -104,10 +107,9 @@ def runs(tmp_path_factory):
     with ThreadPoolExecutor(max_workers=2) as pool:
         runs.queued = {"tiny_bf16": pool.submit(runs.finish, "tiny_bf16", "tiny_bf16")}
         for policy, recipe in POLICIES.items():
-            recipe = [*recipe, f"train.steps={STEPS}", "checkpoint.every=10"]
             for part in (straight, terminated, killed):
                 name = f"{policy}_{part.__name__}"
-                runs.queued[name] = pool.submit(part, runs, name, recipe)
+                runs.queued[name] = pool.submit(part, runs, name, [*recipe, *SHORT])
         yield runs
         pool.shutdown(wait=False, cancel_futures=True)
         for process in runs.alive:

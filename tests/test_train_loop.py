@@ -11,6 +11,7 @@ from nvfp4.config import load_recipe
 from nvfp4.engine import step as step_module
 from nvfp4.engine.train import train
 from nvfp4.errors import UserError
+from nvfp4.precision import linear as linear_module
 from nvfp4.precision.presets import PRESETS
 
 BF16, FP8, NVFP4 = (f"precision.default={name}" for name in ("bf16", "fp8_block", "nvfp4"))
@@ -251,3 +252,40 @@ def test_a_batch_that_does_not_divide_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         train(recipe)
     assert caught.value.code == 2
+
+
+def test_no_two_elements_share_random_bits_whatever_the_micro_batch(tmp_path, monkeypatch):
+    draw = linear_module.random_bits
+    drawn: dict[tuple, bytes] = {}
+
+    def noted(**address):
+        bits = draw(**address)
+        where = [address[key] for key in ("seed", "step", "layer", "call", "gemm")]
+        tokens = zip(address["sample"].tolist(), address["position"].tolist(), strict=True)
+        for token, row in zip(tokens, bits.numpy(), strict=True):
+            assert (*where, *token) not in drawn  # one address, one use
+            drawn[(*where, *token)] = row.tobytes()
+        return bits
+
+    monkeypatch.setattr(linear_module, "random_bits", noted)
+    seen = []
+    for size in (4, 2):
+        drawn.clear()
+        changes = [NVFP4, f"train.micro_batch_size={size}", "train.steps=3"]
+        train(small(tmp_path / str(size), *changes), stop_after=2)
+        seen.append(dict(drawn))
+    assert seen[0] == seen[1]
+    steps, layers, samples, positions = ({key[i] for key in seen[0]} for i in (1, 2, 5, 6))
+    assert (steps, samples, positions) == ({1, 2}, set(range(4)), set(range(64)))
+    assert len(layers) == 8  # M * - M: in_proj, out_proj; qkv, proj; fc1, fc2; in_proj, out_proj
+
+
+def test_gradients_are_summed_in_fp32(tmp_path):
+    recipe = small(tmp_path, BF16)
+    with started(recipe) as world:
+        from nvfp4.engine.step import build_model
+
+        model, linears = build_model(recipe, world)
+        assert {p.main_grad.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert linears == {row.name for row in recipe.plan.rows}

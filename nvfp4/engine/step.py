@@ -44,7 +44,7 @@ class TrainingError(UserError):
 def build_model(
     recipe: Recipe, world: parallel.World
 ) -> tuple[DistributedDataParallel, frozenset[str]]:
-    """The model in Megatron's wrappers, and the global names of the linears on this rank.
+    """The model in Megatron's wrappers, and the linears that the plan has for this rank.
 
     bf16: Float16Module makes every parameter BF16; the optimizer keeps FP32 masters. In either
     dtype gradients are summed in FP32 over micro-batches and ranks, then divided by the number of
@@ -60,7 +60,7 @@ def build_model(
         finalize_model_grads_func=finalize_model_grads,
         deallocate_pipeline_outputs=recipe.parallel.pipeline_model_parallel_size > 1,
     ).to(world.device)
-    linears = frozenset(name for name, _ in model.linears())
+    linears = model.planned
     config = model.config
     if recipe.train.dtype == "bf16":
         model = Float16Module(config, model)

@@ -142,6 +142,10 @@ def compare(
                 seen = entry.operands.get(role, {"format": "absent"})
                 if line := _differences(facts(spec, policy.compute_dtype), seen):
                     lines.append(f"{entry.name} {entry.gemm}: {role} {line}")
+            # fprop stays FP32 where a bias is still to be added; dw is FP32 always
+            allowed = {"fp32"} if entry.gemm == "wgrad" else {"fp32", policy.compute_dtype}
+            if entry.out_dtype not in allowed:
+                lines.append(f"{entry.name} {entry.gemm}: result in {entry.out_dtype}")
         elif any("block" in seen for seen in entry.operands.values()):
             lines.append(f"{entry.name} {entry.gemm}: quantised, but the plan does not have it")
     return list(dict.fromkeys(lines))
