@@ -28,7 +28,7 @@ POLICIES = {
     "fp32": ["tiny_bf16", "precision.default=fp32", "train.dtype=fp32"],
 }
 STEPS = 40
-# The shipped model; half the shipped batch, and short evaluations that fall between the signals.
+# The shipped model on half the shipped batch, with short evaluations.
 SHORT = [f"train.steps={STEPS}", "train.global_batch_size=4", "train.micro_batch_size=2",
          "checkpoint.every=10", "metrics.valid_every=15", "metrics.valid_batches=1"]  # fmt: skip
 
@@ -112,7 +112,7 @@ def runs(tmp_path_factory):
                 runs.queued[name] = pool.submit(part, runs, name, [*recipe, *SHORT])
         yield runs
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in runs.alive:
+        for process in list(runs.alive):
             process.kill()
 
 
