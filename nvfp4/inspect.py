@@ -25,7 +25,7 @@ def inspect(path: str | Path, echo: Echo = print) -> int:
         _checkpoint(path, echo)
     elif (path / "recipe.yaml").is_file():
         _run(path, echo)
-    elif path.suffix in (".bin", ".idx") or path.with_name(path.name + ".idx").is_file():
+    elif path.suffix in (".bin", ".idx") or Path(f"{path}.idx").is_file():
         _prefix(path.with_suffix("") if path.suffix in (".bin", ".idx") else path, echo)
     elif path.suffix in (".safetensors", ".npz") and path.is_file():
         _tensors(path, echo)

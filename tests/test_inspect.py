@@ -53,8 +53,9 @@ def test_broken_tensor_files_are_named(tmp_path, name):
 def test_unknown_paths_are_named(tmp_path):
     with pytest.raises(UserError, match="nowhere: does not exist; inspect takes a run folder"):
         inspect(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="cannot tell what this is"):
-        inspect(tmp_path)
+    for path in (tmp_path, ".", "/"):
+        with pytest.raises(UserError, match="cannot tell what this is"):
+            inspect(path)
 
 
 def test_doctor_finds_a_working_machine():
