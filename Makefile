@@ -46,10 +46,13 @@ test-long: $(STAMP)
 # The same suite against megatron-core 0.19, in an environment of its own. Its wheels for
 # Python 3.11 exist but are marked for 3.12 and newer, hence the two flags.
 MCORE019 := .venv-mcore019
-test-mcore019: pyproject.toml constraints.txt
+$(MCORE019)/.installed: pyproject.toml setup.py constraints.txt
 	@test -x $(MCORE019)/bin/python || $(PYTHON) -m venv $(MCORE019)
 	@$(MCORE019)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
 	@$(MCORE019)/bin/python -m pip install --disable-pip-version-check -q --no-deps --ignore-requires-python megatron-core==0.19.2
+	@touch $@
+
+test-mcore019: $(MCORE019)/.installed
 	OMP_NUM_THREADS=1 $(MCORE019)/bin/python -m pytest -n 2 --dist loadfile -m "not long" tests
 
 check: $(STAMP)
