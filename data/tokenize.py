@@ -144,17 +144,15 @@ def tokenize(
     """
     prefix = Path(bare_prefix(output)).expanduser()
     if (tokenizer is None) == (vocab_size is None):
-        raise UserError(
-            "tokenize: give either a tokenizer folder or a vocabulary size for a new one"
-        )
+        raise UserError("give either a tokenizer folder or a vocabulary size for a new one")
     if workers < 0:
-        raise UserError(f"tokenize: {workers} workers; give 0 (threads) or more")
+        raise UserError(f"--workers {workers}: give 0 (threads) or more")
     if not overwrite and os.path.exists(f"{prefix}.idx"):
         raise UserError(f"{prefix}.idx: exists already; remove it or ask to overwrite")
     root = cache_root(cache_dir)
     sources = [_text_only(path, text_column) for path in inputs]
     if not sources:
-        raise UserError("tokenize: no input; name text files, folders or stdlib")
+        raise UserError("no input; name text files, folders or stdlib")
     total = sum(source.size for source in sources)
     with Progress("checking", total, echo) as progress:
         for source in sources:

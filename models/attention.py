@@ -8,6 +8,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional as F
 
+from nvfp4.errors import UserError
+
 
 def zigzag_positions(length: int, ranks: int, device: torch.device) -> Tensor:
     """Global position of every local token: (ranks, length / ranks), as Megatron deals them out.
@@ -53,7 +55,7 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         foreign = (attention_mask, attention_bias, packed_seq_params)
         if any(argument is not None for argument in foreign):
-            raise NotImplementedError(
+            raise UserError(
                 "attention is causal over the whole sequence; pass no mask, bias or packing"
             )
         ranks, mask = self.cp_group.size(), None

@@ -12,6 +12,8 @@ from nvfp4.errors import UserError
 from nvfp4.models.pattern import parse_pattern
 from nvfp4.precision.policy import LinearInfo
 
+MAX_VOCABULARY = 2**24  # far above any tokenizer; a typing error is found before it is allocated
+
 
 def _require_positive(section: str, config: object, skip: tuple[str, ...] = ()) -> None:
     """Every int field must be at least 1; one line names the key and the value."""
@@ -100,6 +102,10 @@ class ModelConfig:
             raise UserError(
                 "model.pattern has M blocks but there is no model.mamba section "
                 "(num_heads, head_dim, state_dim, num_groups)"
+            )
+        if self.vocab_size > MAX_VOCABULARY:
+            raise UserError(
+                f"model.vocab_size is {self.vocab_size}; it must be at most {MAX_VOCABULARY}"
             )
         if self.activation != "squared_relu":
             raise UserError(

@@ -132,7 +132,7 @@ class HybridModel(MambaModel):
 
 def _planned(model: HybridModel, cfg: ModelConfig) -> frozenset[str]:
     """Global names that the plan has for the blocks of this stage, whatever was built for them."""
-    blocks = {layer.layer_number - 1 for layer in model.decoder.layers}
+    blocks = {int(layer.layer_number) - 1 for layer in model.decoder.layers}  # type: ignore[arg-type]
     return frozenset(info.name for info in list_linears(cfg) if info.block in blocks)
 
 

@@ -27,10 +27,17 @@ class PlannedLinear:
     feature_offset: int  # first output and input feature of this tensor-parallel rank in the whole
     in_feature_offset: int  # layer: part of the stochastic-rounding address
 
+    # Megatron's sizes of the whole layer; each child also has one of them per rank
+    output_size: int
+    input_size: int
+
     @property
     def shard_shape(self) -> tuple[int, int]:
         """(output, input) features of this tensor-parallel rank."""
-        raise NotImplementedError
+        return (
+            getattr(self, "output_size_per_partition", self.output_size),
+            getattr(self, "input_size_per_partition", self.input_size),
+        )
 
     def attach(
         self,
@@ -87,14 +94,6 @@ class PlannedLinear:
 class ColumnLinear(PlannedLinear, ColumnParallelLinear):
     """Output features are cut over the tensor-parallel ranks."""
 
-    @property
-    def shard_shape(self) -> tuple[int, int]:
-        return self.output_size_per_partition, self.input_size
-
 
 class RowLinear(PlannedLinear, RowParallelLinear):
     """Input features are cut over the tensor-parallel ranks; outputs are summed in their dtype."""
-
-    @property
-    def shard_shape(self) -> tuple[int, int]:
-        return self.output_size, self.input_size_per_partition

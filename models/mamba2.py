@@ -30,6 +30,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nvfp4.errors import UserError
 from nvfp4.models.configs import MambaConfig
 from nvfp4.models.norm import GatedGroupRMSNorm
 from nvfp4.models.ssd import ssd
@@ -210,9 +211,12 @@ class Mamba2Mixer(MegatronModule):
         packed_seq_params=None,
     ) -> tuple[Tensor, Tensor | None]:
         if packed_seq_params is not None:
-            raise NotImplementedError("Mamba2Mixer cannot reset its state between packed documents")
+            raise UserError(
+                "the Mamba-2 scan runs over the whole sequence and cannot reset its state between "
+                "packed documents; pass no packing"
+            )
         if inference_context is not None or inference_params is not None:
-            raise NotImplementedError("Mamba2Mixer has no inference cache")
+            raise UserError("Mamba2Mixer has no inference cache; run the whole sequence")
         projected, _ = self.in_proj(hidden_states)
         heads, groups, inner = self.heads, self.groups, self.inner
         conv_weight, conv_bias = self.conv1d.weight, self.conv1d.bias

@@ -251,8 +251,8 @@ def parse(name: str, words: Sequence[str]) -> tuple[Run, argparse.Namespace]:
         option = word.partition("=")[0]
         if hasattr(args, "override") and "." in option:
             raise UserError(f"{word}: write {word.lstrip('-')}; keys of a recipe take no dashes")
-        known = [text for action in parser._actions for text in action.option_strings]
-        close = difflib.get_close_matches(option, known, n=1)
+        options = [text for action in parser._actions[1:] for text in action.option_strings]
+        close = difflib.get_close_matches(option, options, n=1)
         hint = f"did you mean {close[0]}?" if close else f"see nvfp4 {name} --help"
         raise UserError(
             f"{word}: unknown {'option' if word.startswith('-') else 'argument'}; {hint}"

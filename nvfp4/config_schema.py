@@ -8,8 +8,7 @@ override can leave a stale value behind. No torch.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -17,9 +16,10 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from nvfp4.config_rules import contradictions
 from nvfp4.data.config import DataConfig
 from nvfp4.errors import UserError
-from nvfp4.models.configs import ModelConfig, list_linears, validate_parallel
+from nvfp4.models.configs import ModelConfig, list_linears
 from nvfp4.models.registry import get_model
 from nvfp4.precision.policy import PrecisionConfig, PrecisionPlan, resolve
 
@@ -57,7 +57,7 @@ class Train(Section):
 
     steps: Count | None = None
     tokens: Count | None = None
-    global_batch_size: Count = 8
+    global_batch_size: Annotated[int, Field(ge=1, le=2**20)] = 8
     micro_batch_size: Count = 4
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -210,86 +210,3 @@ class Recipe(Section):
         if problems:
             raise ValidationError.from_exception_data("Recipe", problems)
         return self
-
-
-def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for all that is wrong between sections."""
-    train, schedule, parallel, model = recipe.train, recipe.schedule, recipe.parallel, recipe.model
-    if train.steps and train.tokens:
-        yield (
-            "train.tokens",
-            (
-                f"train.steps is set too ({train.steps}); one of them says how long the run is; "
-                "set the other one to null"
-            ),
-        )
-    if not train.steps and not train.tokens:
-        yield "train.steps", "neither train.steps nor train.tokens is set; set exactly one of them"
-        return
-    if recipe.train.global_batch_size % train.micro_batch_size:
-        yield (
-            "train.micro_batch_size",
-            (
-                f"train.global_batch_size {train.global_batch_size} is no multiple of it "
-                f"({train.micro_batch_size})"
-            ),
-        )
-    if schedule.warmup_steps + recipe.decay_steps > recipe.steps:
-        yield (
-            "schedule.warmup_steps",
-            (
-                f"{schedule.warmup_steps} warm-up and {recipe.decay_steps} decay steps do not fit "
-                f"into {recipe.steps} steps; lower schedule.warmup_steps or schedule.decay_fraction"
-            ),
-        )
-    if schedule.min_lr > recipe.optim.lr:
-        yield "schedule.min_lr", f"{schedule.min_lr:g} is above optim.lr {recipe.optim.lr:g}"
-    if (recipe.parity.window_tokens or 0) > recipe.steps * recipe.tokens_per_step:
-        yield (
-            "parity.window_tokens",
-            (
-                f"{recipe.parity.window_tokens:,} tokens are more than the whole run has "
-                f"({recipe.steps * recipe.tokens_per_step:,})"
-            ),
-        )
-    complaint = complaint_of(
-        lambda: validate_parallel(
-            model,
-            tensor=parallel.tensor_model_parallel_size,
-            pipeline=parallel.pipeline_model_parallel_size,
-            context=parallel.context_parallel_size,
-            sequence=parallel.sequence_parallel,
-        )
-    )
-    if complaint:
-        named = re.search(r"parallel\.\w+", complaint)
-        yield named[0] if named else "parallel", complaint
-    elif complaint := complaint_of(lambda: recipe.plan):
-        yield "precision", complaint
-    else:
-        yield from blocks_of_tokens(recipe)
-
-
-def complaint_of(check: Callable[[], object]) -> str | None:
-    """What a check of a lower floor says, if it refuses."""
-    try:
-        check()
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def blocks_of_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """wgrad sums over the tokens of a micro-batch, which must be whole blocks."""
-    batch, length = recipe.train.micro_batch_size, recipe.model.seq_length
-    tokens, rest = divmod(batch * length, recipe.parallel.context_parallel_size)
-    for name, policy in recipe.plan.policies.items():
-        if rest or tokens % policy.token_multiple:
-            yield (
-                "model.seq_length",
-                (
-                    f"train.micro_batch_size {batch} x {length} / parallel.context_parallel_size "
-                    f"{recipe.parallel.context_parallel_size} tokens are no multiple of "
-                    f"{policy.token_multiple}, the block of {name} in wgrad"
-                ),
-            )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +57,11 @@ def _run(path: Path, echo: Echo) -> None:
     echo(f"\n{load_recipe(str(path / 'recipe.yaml')).plan.table()}")
     if (path / "audit.json").is_file():
         echo("\nexecuted in the first step")
-        for line in audit_lines(json.loads((path / "audit.json").read_text())):
+        try:
+            lines = list(audit_lines(json.loads((path / "audit.json").read_text())))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path / 'audit.json'}: damaged ({error})") from error
+        for line in lines:
             echo(f"  {line}")
 
 
@@ -79,8 +86,10 @@ def _plain(value: Any) -> str:
 
 
 def _checkpoint(path: Path, echo: Echo) -> None:
-    from megatron.core.dist_checkpointing import load_tensors_metadata
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    with warnings.catch_warnings():  # of optional packages; `nvfp4 doctor` tells
+        warnings.simplefilter("ignore")
+        from megatron.core.dist_checkpointing import load_tensors_metadata
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     tensors = {t.key: t for t in nested_values(load_tensors_metadata(str(path)))}
     echo(f"checkpoint  {path}   {len(tensors)} tensors")
@@ -113,8 +122,11 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 for name in arrays.files:
-                    yield name, torch.from_numpy(np.atleast_1d(arrays[name]))
-        except (ValueError, OSError, EOFError) as error:
+                    array = np.atleast_1d(arrays[name])
+                    if array.dtype.kind not in "biuf":
+                        raise ValueError(f"{name} holds {array.dtype}, not numbers")
+                    yield name, torch.from_numpy(array)
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"{path}: not a readable .npz file ({error})") from error
 
 

@@ -182,7 +182,7 @@ def test_tokenizer_of_its_own(tmp_path):
     [
         ({}, "either a tokenizer folder or a vocabulary size"),
         ({"tokenizer": "t", "vocab_size": 300}, "either a tokenizer folder or a vocabulary size"),
-        ({"vocab_size": 300, "workers": -1}, "-1 workers"),
+        ({"vocab_size": 300, "workers": -1}, "--workers -1"),
         ({"vocab_size": 300, "inputs": []}, "no input"),
         ({"vocab_size": 300, "inputs": ["p.idx"]}, "p.idx: already tokens"),
         ({"vocab_size": 300, "output": "/proc/x/p"}, "/proc/x: cannot make this folder"),

@@ -107,9 +107,9 @@ def test_a_token_changes_no_earlier_logit():
 def test_packed_documents_and_caches_are_refused_not_ignored():
     model = make(SMALL)
     ids = tokens(SMALL)
-    with pytest.raises(NotImplementedError, match="packed"):
+    with pytest.raises(UserError, match="packed documents"):
         model(ids, None, None, packed_seq_params=SimpleNamespace(qkv_format="thd"))
-    with pytest.raises(NotImplementedError, match="inference cache"):
+    with pytest.raises(UserError, match="inference cache"):
         model.decoder.layers[0].mixer(torch.zeros(4, 1, 32), inference_context=object())
 
 

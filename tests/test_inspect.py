@@ -50,6 +50,21 @@ def test_broken_tensor_files_are_named(tmp_path, name):
         inspect(tmp_path / name)
 
 
+def test_damaged_npz_is_one_line(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.arange(4096, dtype=np.float32))
+    whole = (tmp_path / "a.npz").read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    for content in (whole[: len(whole) // 2], bytes(damaged)):
+        (tmp_path / "a.npz").write_bytes(content)
+        with pytest.raises(UserError, match="a.npz: not a readable .npz file") as caught:
+            inspect(tmp_path / "a.npz")
+        assert "\n" not in str(caught.value)
+    np.savez(tmp_path / "a.npz", x=np.array(["text"]))
+    with pytest.raises(UserError, match="x holds <U4, not numbers"):
+        inspect(tmp_path / "a.npz")
+
+
 def test_unknown_paths_are_named(tmp_path):
     with pytest.raises(UserError, match="nowhere: does not exist; inspect takes a run folder"):
         inspect(tmp_path / "nowhere")

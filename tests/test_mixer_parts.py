@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from nvfp4.errors import UserError
 from nvfp4.models.attention import CoreAttention, zigzag_positions
 from nvfp4.models.mamba2 import causal_conv_silu, cuda_kernels
 from nvfp4.models.mlp import squared_relu
@@ -93,7 +94,7 @@ def test_attention_is_causal_softmax_with_shared_keys(dtype):
 def test_attention_refuses_what_it_would_ignore():
     q = torch.randn(4, 1, 2, 8)
     for argument in ("attention_mask", "attention_bias", "packed_seq_params"):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(UserError, match="pass no mask, bias or packing"):
             attention()(q, q, q, **{argument: torch.ones(1)})
 
 

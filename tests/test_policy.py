@@ -50,7 +50,7 @@ def test_default_first_and_last():
         "bf16"
     ]
     reasons = {row.block: row.reason for row in plan.rows}
-    assert reasons == {0: "first 1 blocks", 1: "default", 2: "default", 3: "default",
+    assert reasons == {0: "first block", 1: "default", 2: "default", 3: "default",
                        4: "last 2 blocks", 5: "last 2 blocks"}  # fmt: skip
 
 
@@ -120,7 +120,7 @@ ERRORS = [
     (dict(rules=(Rule("bf16", kind="mlp.*", blocks="0"),)),
      "precision.rules[0] (kind 'mlp.*' blocks '0') matches no linear"),
     (dict(num_layers_at_start_in_bf16=1, rules=(Rule("bf16", blocks="0"),)),
-     "(blocks '0') decides nothing: its 2 linears are already decided by first 1 blocks"),
+     "(blocks '0') decides nothing: its 2 linears are already decided by first block"),
     (dict(rules=(Rule("bf16", blocks="0..1"), Rule("nvfp4", match="*.0.*"))),
      "(match '*.0.*') decides nothing: its 2 linears are already decided by rules[0] blocks '0.."),
     (both_ends(2, 4, "nvfp4"),

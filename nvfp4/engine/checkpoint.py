@@ -28,9 +28,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nvfp4.config import Recipe
 from nvfp4.engine.optimizer import allocate_state, load_optimizer
 from nvfp4.engine.parallel import World
+from nvfp4.engine.runfolder import disk_full, is_disk_full
 from nvfp4.errors import UserError
 
 RECORD = "checkpoint.json"
+_FULL = 2**20  # bytes: a disk with less room than this is why a write failed
 # fully_reshardable: the one format of the distributed optimizer that any other layout reads and
 # that torch's AdamW survives (dp_reshardable resets its step to 1; the default,
 # fully_sharded_model_space, does not load in 0.16.1).
@@ -54,6 +56,23 @@ def save(folder: Path, state: TrainState, identity: dict, recipe: Recipe, world:
     parent = folder / "checkpoints"
     final = parent / f"step_{state.step:06d}"
     temporary = parent / f".writing_{final.name}"
+    try:
+        _write(temporary, final, state, identity, recipe, world)
+    except Exception as error:
+        # Megatron's writers wrap what went wrong in an error of their own, which names no disk.
+        full = shutil.disk_usage(folder).free < _FULL or is_disk_full(error)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not full:
+            raise
+        raise disk_full(f"checkpoint {final}", folder) from error
+    return final
+
+
+def _write(
+    temporary: Path, final: Path, state: TrainState, identity: dict, recipe: Recipe, world: World
+) -> None:
+    """Write a checkpoint under its temporary name, then make it the newest one."""
+    folder = final.parent.parent
     if world.main:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -76,12 +95,11 @@ def save(folder: Path, state: TrainState, identity: dict, recipe: Recipe, world:
         _sync(temporary)
         shutil.rmtree(final, ignore_errors=True)  # an incomplete one of that name
         temporary.rename(final)
-        _sync(parent)
+        _sync(final.parent)
         _point_latest(folder, final)
         for old, _ in complete_checkpoints(folder)[: -recipe.checkpoint.keep]:
             shutil.rmtree(old.rename(old.with_name(f".removing_{old.name}")))
     dist.barrier()
-    return final
 
 
 def find_newest(
@@ -89,16 +107,25 @@ def find_newest(
 ) -> tuple[Path, dict] | None:
     """The newest complete checkpoint and its record, the same on every rank.
 
-    Sweeps up what killed processes left, and says which checkpoints it passes over.
+    Sweeps up what killed processes left, and says which checkpoints it passes over. UserError if
+    there are checkpoints and none is complete: a fresh start would write over what is left.
     """
-    found = [None]
+    found, damaged = None, False
     if world.main:
         for rest in (folder / "checkpoints").glob(".*_step_*"):
             shutil.rmtree(rest, ignore_errors=True)
-        found = complete_checkpoints(folder, echo)[-1:] or found
+        found = next(reversed(complete_checkpoints(folder, echo)), None)
+        damaged = found is None and any((folder / "checkpoints").glob("step_*"))
     if world.size > 1:
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+        news = [found, damaged]
+        dist.broadcast_object_list(news, src=0)
+        found, damaged = news
+    if damaged:
+        raise UserError(
+            f"{folder / 'checkpoints'}: no checkpoint in it is complete; restore one, or delete "
+            "that folder to start again from step 1"
+        )
+    return found
 
 
 def complete_checkpoints(

@@ -1,6 +1,7 @@
 """The folder of a run: recipe.yaml, env.json, plan.csv, metrics, checkpoints, latest; one run at a
 time in it."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 from nvfp4.backends import Backend
 from nvfp4.config import Recipe
 from nvfp4.engine.parallel import World
-from nvfp4.errors import UserError
+from nvfp4.errors import MachineError, UserError
 from nvfp4.machine import cpu_name, versions
 from nvfp4.precision.audit import AuditLog
 from nvfp4.precision.operands import GEMMS
@@ -33,6 +34,24 @@ def is_finished(recipe: Recipe) -> bool:
         return same and json.loads((latest / "checkpoint.json").read_text())["step"] == recipe.steps
     except (OSError, ValueError, KeyError):
         return False
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that the disk or the quota is used up."""
+    while not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        before = error.__cause__ or error.__context__
+        if before is None:
+            return False
+        error = before
+    return True
+
+
+def disk_full(what: str, folder: Path) -> MachineError:
+    """The line for it; what is complete in the folder stays as it is."""
+    return MachineError(
+        f"{what} could not be written: the disk of {folder} is full; make room and give the same "
+        "command again, it goes on from the last checkpoint"
+    )
 
 
 class RunFolder:
@@ -71,6 +90,9 @@ class RunFolder:
 
     def __exit__(self, *_) -> None:
         if self._lock is not None:
+            if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()  # nothing was begun: leave no folder behind
+                self.path.rmdir()
             self._lock.close()
 
     def refuse_if_used(self) -> None:

@@ -12,7 +12,15 @@ from nvfp4 import backends
 from nvfp4.config import Recipe
 from nvfp4.engine import parallel
 from nvfp4.engine.metrics import Metrics
-from nvfp4.engine.runfolder import RunFolder, environment, identity, is_finished, recipe_changes
+from nvfp4.engine.runfolder import (
+    RunFolder,
+    disk_full,
+    environment,
+    identity,
+    is_disk_full,
+    is_finished,
+    recipe_changes,
+)
 from nvfp4.engine.signals import StopRequest
 from nvfp4.errors import UserError
 from nvfp4.models.configs import count_parameters
@@ -42,7 +50,13 @@ def train(recipe: Recipe, *, stop_after: int | None = None) -> int:
             warnings.filterwarnings(
                 "ignore", category=FutureWarning, module=r"torch\.distributed\."
             )
-            _run(recipe, accumulation, stop_after)
+            try:
+                _run(recipe, accumulation, stop_after)
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                what = str(error.filename or "a file of the run")
+                raise disk_full(what, Path(recipe.run.dir)) from error
         return 0
     except UserError as error:
         if processes > 1:

@@ -193,6 +193,8 @@ def verify(folder: Path | str, echo: Callable[[str], object] = print) -> int:
             echo(line)
     compared, equal = sum(r.compared for r in reports), sum(r.equal for r in reports)
     bad = sum(not r.ok for r in reports)
+    if not compared and not bad:
+        echo("nothing was compared: no file here holds a format that is implemented")
     echo(
         f"{len(reports)} files: {compared} arrays compared, {equal} equal; "
         f"{bad} files with differences"

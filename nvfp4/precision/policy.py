@@ -159,6 +159,10 @@ def _check_shape(row: PlanRow, tensor_parallel: int) -> None:
             )
 
 
+def _blocks(count: int) -> str:
+    return "block" if count == 1 else f"{count} blocks"
+
+
 def resolve(
     linears: Sequence[LinearInfo],
     precision: PrecisionConfig,
@@ -186,9 +190,9 @@ def resolve(
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     for one in linears:
         if 0 <= one.block < start:
-            decided[one.name] = "bf16", f"first {start} blocks"
+            decided[one.name] = "bf16", f"first {_blocks(start)}"
         elif depth - end <= one.block:
-            decided[one.name] = "bf16", f"last {end} blocks"
+            decided[one.name] = "bf16", f"last {_blocks(end)}"
     for index, rule in enumerate(precision.rules):
         where = f"precision.rules[{index}]"
         if rule.use not in known:
