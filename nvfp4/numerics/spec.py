@@ -3,36 +3,57 @@
 Nothing here imports torch, so that a recipe can be read and checked without it.
 
     format         element format: e2m1 (FP4), e4m3 or e5m2 (FP8)
-    block          rows x columns that share one block scale; the columns run along the contraction
-    block_scale    how block scales are stored: e4m3 (NVFP4), fp32 or pow2 (FP8 blocks)
-    scale_rule     order of roundings in the NVFP4 block scale: current = Transformer Engine 2.14 on
-    second_level   tensor = one FP32 amax per tensor above the E4M3 block scales; none = no amax
-    rounding       nearest (ties to even) or stochastic (8 random bits per element)
-    hadamard       16 = rotate groups of 16 along the contraction first; 0 = no rotation
-    signs          sign vector of the rotation: fixed (Transformer Engine's) or none
+    block          rows x columns that share one block scale, the columns along the contraction;
+                   tensor = one scale for all
+    block_scale    how block scales are stored: e4m3 (NVFP4), ue5m3, e8m0 (MX), fp32 or pow2 (FP8)
+    scale_rule     how a block scale follows from the largest magnitude of its block, see SCALE_RULES
+    second_level   above block scales of limited range, one FP32 amax per tensor, row of the operand
+                   or outer block of 1x128 (outer128); none = no amax
+    range          largest block scale that the second level aims at: 448, or 256 to leave room
+    rounding       of the elements: nearest (ties to even) or stochastic (8 random bits each)
+    hadamard       rotate groups of that many along the contraction first: 4 to 128; 0 = no rotation
+    signs          sign vector of the rotation: fixed (Transformer Engine's), layer (one per linear),
+                   step (fresh in every pass), none (all +)
 """
 
 from dataclasses import dataclass, fields
 
 from nvfp4.errors import UserError
 
-_ALLOWED: dict[str, tuple[object, ...]] = {
-    "format": ("e2m1", "e4m3", "e5m2"),
-    "block": ("1x16", "16x16", "1x128", "128x128"),
-    "block_scale": ("e4m3", "fp32", "pow2"),
-    "scale_rule": ("current", "before_2_14"),
-    "second_level": ("tensor", "none"),
-    "rounding": ("nearest", "stochastic"),
-    "hadamard": (0, 16),
-    "signs": ("fixed", "none"),
+# block_scale -> rules. b is the largest magnitude in the block; formulas in scaling.py.
+SCALE_RULES: dict[str, tuple[str, ...]] = {
+    "e4m3": (
+        "current",  # Transformer Engine 2.14 and later
+        "before_2_14",  # Transformer Engine 2.8 to 2.13
+        "headroom",  # b times 17/16, so that rounding the scale down clips nothing
+        "eden",  # MS-EDEN: element scale corrected per rotated group, itself rounded stochastically
+        "four_over_six_mae",  # b to 6 or to 4, whichever has the smaller sum of errors
+        "four_over_six_mse",  # ... of squared errors
+        "four_over_six_mae_fast",  # errors as Transformer Engine's fast mode computes them
+        "four_over_six_mse_fast",
+    ),
+    "ue5m3": ("current",),
+    "e8m0": (
+        "rceil",  # power of two at or above b / largest element: nothing clips
+        "floor",  # OCP MX v1.0: exponent of b minus that of the largest element
+        "ceil",  # exponent of b, rounded up, minus that of the largest element
+        "even",  # floor of b rounded to the mantissa of the element format
+        "floor_3_4",  # floor, elements times 3/4, products times 16/9 (arXiv 2502.20586)
+    ),
+    "fp32": ("current", "delayed"),
+    "pow2": ("current", "delayed"),
 }
 
-# What each format goes with: the combinations whose arithmetic is defined in this floor.
-_FP8 = {"block": ("1x128", "128x128"), "block_scale": ("fp32", "pow2"), "second_level": ("none",)}
-_FAMILY: dict[str, dict[str, tuple[str, ...]]] = {
-    "e2m1": {"block": ("1x16", "16x16"), "block_scale": ("e4m3",), "second_level": ("tensor",)},
-    "e4m3": _FP8,
-    "e5m2": _FP8,
+_ALLOWED: dict[str, tuple[object, ...]] = {
+    "format": ("e2m1", "e4m3", "e5m2"),
+    "block": ("1x16", "16x16", "1x32", "32x32", "1x128", "128x128", "tensor"),
+    "block_scale": tuple(SCALE_RULES),
+    "scale_rule": tuple(dict.fromkeys(rule for rules in SCALE_RULES.values() for rule in rules)),
+    "second_level": ("tensor", "row", "outer128", "none"),
+    "range": (448, 256),
+    "rounding": ("nearest", "stochastic"),
+    "hadamard": (0, 4, 8, 16, 32, 64, 128),
+    "signs": ("fixed", "layer", "step", "none"),
 }
 
 
@@ -53,6 +74,7 @@ class QuantSpec:
     block_scale: str = "e4m3"
     scale_rule: str = "current"
     second_level: str = "tensor"
+    range: int = 448
     rounding: str = "nearest"
     hadamard: int = 0
     signs: str = "fixed"
@@ -62,18 +84,6 @@ class QuantSpec:
             value, allowed = getattr(self, field.name), _ALLOWED[field.name]
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise UserError(f"{field.name}: {value!r} is not one of {_listed(allowed)}")
-        for name, allowed in _FAMILY[self.format].items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise UserError(
-                    f"{name}: {value!r} does not go with format {self.format}, "
-                    f"which takes {_listed(allowed)}"
-                )
-        if self.hadamard and self.tiled:
-            raise UserError(
-                f"hadamard: {self.hadamard} does not go with block {self.block}, whose transpose "
-                "must stay exact; use hadamard 0 or a block of one row"
-            )
 
     @property
     def block_shape(self) -> tuple[int, int]:
