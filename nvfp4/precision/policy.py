@@ -8,45 +8,26 @@
       - {use: mine, match: "*.mixer.out_proj", blocks: "4..9,-12.."}
     policies:                           # further policies: a preset and what differs from it
       mine: {base: nvfp4, dgrad: null}
+    schedule:                           # changes during the run, see schedule.py
+      - {at: 0.82, gemms: [fprop], to: bf16}
 
 The first and last blocks are decided before any rule. A rule holds for a linear if all of its
 selectors do. A rule that decides nothing is an error, never a silent no-op.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from nvfp4.errors import UserError
 from nvfp4.precision.operands import Policy, policy_from_dict, unknown
 from nvfp4.precision.plan import LinearInfo, PlanRow, PrecisionPlan
 from nvfp4.precision.presets import PRESETS
+from nvfp4.precision.selectors import Rule, Switch, select, select_blocks
 
 # Which features a tensor-parallel group splits; other kinds are not split.
 SPLIT_OUT = ("mamba.in_proj", "attention.qkv", "mlp.up")
 SPLIT_IN = ("mamba.out_proj", "attention.out", "mlp.down")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Linears that `match` (glob on the name), `kind` (glob on the kind) and `blocks` all select.
-
-    blocks: comma-separated block indices and inclusive ranges with two dots; negative numbers count
-    from the last block: "3", "0..1", "-8..", "0..1,5,-8..-1".
-    """
-
-    __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
-
-    use: str
-    match: str | None = None
-    kind: str | None = None
-    blocks: str | int | None = None
-
-    def __str__(self) -> str:
-        given = [("match", self.match), ("kind", self.kind), ("blocks", self.blocks)]
-        return " ".join(f"{key} {value!r}" for key, value in given if value is not None)
 
 
 @dataclass(frozen=True)
@@ -60,29 +41,7 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: int = 0
     rules: tuple[Rule, ...] = ()
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def select_blocks(expression: str | int, depth: int, where: str) -> frozenset[int]:
-    """Block indices of an expression such as "0..1,5,-8.." for a model of `depth` blocks.
-
-    Raises UserError if it cannot be read or leaves the model.
-    """
-    chosen: set[int] = set()
-    for part in str(expression).replace(" ", "").split(","):
-        read = re.fullmatch(r"(-?\d+)(\.\.(-?\d+)?)?", part)
-        if not read:
-            raise UserError(
-                f"{where}: cannot read {part!r}; write indices and ranges such as '0..1,5,-8..-1'"
-            )
-        first = int(read[1])
-        last = first if read[2] is None else -1 if read[3] is None else int(read[3])
-        first, last = (index + depth if index < 0 else index for index in (first, last))
-        if not 0 <= first <= last < depth:
-            raise UserError(
-                f"{where}: {part!r} does not fit a model of {depth} blocks (0 to {depth - 1})"
-            )
-        chosen.update(range(first, last + 1))
-    return frozenset(chosen)
+    schedule: tuple[Switch, ...] = ()
 
 
 def known_policies(
@@ -113,35 +72,7 @@ def _check_counts(precision: PrecisionConfig, depth: int) -> None:
         )
 
 
-def _select(linears: Sequence[LinearInfo], rule: Rule, depth: int, where: str) -> set[str]:
-    """Names of the linears a rule selects; UserError if there are none."""
-    if rule.match is None and rule.kind is None and rule.blocks is None:
-        raise UserError(
-            f"{where} selects nothing; give match, kind or blocks, or set precision.default for all"
-        )
-    chosen = list(linears)
-    if rule.match is not None:
-        chosen = [one for one in chosen if fnmatchcase(one.name, rule.match)]
-        if not chosen:
-            names = [one.name for one in linears]
-            raise UserError(
-                f"{where}: match {rule.match!r} fits no linear; the {len(names)} names run from "
-                f"{names[0]} to {names[-1]}"
-            )
-    if rule.kind is not None:
-        kinds = list(dict.fromkeys(one.kind for one in linears))
-        if not any(fnmatchcase(kind, rule.kind) for kind in kinds):
-            raise unknown("kind", rule.kind, kinds, f"{where}.kind")
-        chosen = [one for one in chosen if fnmatchcase(one.kind, rule.kind)]
-    if rule.blocks is not None:
-        blocks = select_blocks(rule.blocks, depth, f"{where}.blocks")
-        chosen = [one for one in chosen if one.block in blocks]
-    if not chosen:
-        raise UserError(f"{where} ({rule}) matches no linear: its selectors have none in common")
-    return {one.name for one in chosen}
-
-
-def _check_shape(row: PlanRow, tensor_parallel: int) -> None:
+def check_shape(row: PlanRow, tensor_parallel: int) -> None:
     """Dimensions that blocks of 16 run along are multiples of 16 on each tensor-parallel rank."""
     sizes = {
         "out_features": (row.out_features, row.kind in SPLIT_OUT),
@@ -197,7 +128,12 @@ def resolve(
         where = f"precision.rules[{index}]"
         if rule.use not in known:
             raise unknown("policy", rule.use, known, f"{where}.use")
-        selected = _select(linears, rule, depth, where)
+        if rule.empty:
+            raise UserError(
+                f"{where} selects nothing; give match, kind or blocks, or set precision.default "
+                f"for all"
+            )
+        selected = select(linears, rule, depth, where)
         new = selected - decided.keys()
         if not new:
             earlier = sorted({decided[name][1] for name in selected})
@@ -211,11 +147,11 @@ def resolve(
     for one in linears:
         use, reason = decided.get(one.name, (precision.default, "default"))
         rows.append(PlanRow.of(one, known[use], reason))
-        _check_shape(rows[-1], tensor_model_parallel_size)
+        check_shape(rows[-1], tensor_model_parallel_size)
     return PrecisionPlan(tuple(rows))
 
 
 __all__ = [
-    "LinearInfo", "PlanRow", "Policy", "PrecisionConfig", "PrecisionPlan", "Rule",
+    "LinearInfo", "PlanRow", "Policy", "PrecisionConfig", "PrecisionPlan", "Rule", "Switch",
     "known_policies", "resolve", "select_blocks",
 ]  # fmt: skip
