@@ -113,6 +113,7 @@ class Metrics(Section):
     tensorboard: bool = True
     valid_every: Count = 50
     valid_batches: Count = 8
+    gemm_error: Literal["never", "last"] = "never"
 
 
 class Parity(Section):

@@ -11,6 +11,7 @@ from pathlib import Path
 from nvfp4 import backends
 from nvfp4.config import Recipe
 from nvfp4.engine import parallel
+from nvfp4.engine.gemm_error import gemm_error
 from nvfp4.engine.metrics import Metrics
 from nvfp4.engine.runfolder import (
     RunFolder,
@@ -153,7 +154,10 @@ def _train(
             )
             tokens = step * recipe.tokens_per_step
             try:
-                with _audited(recipe, linears, accumulation, folder, active=step == first):
+                with (
+                    gemm_error(recipe, folder, world, step),
+                    _audited(recipe, linears, accumulation, folder, active=step == first),
+                ):
                     loss = forward_backward(recipe, model, batches, accumulation, step, world)
                 lr, grad_norm = update(optimizer, state.schedule, batch_size, step, loss)
             except TrainingError as error:

@@ -34,7 +34,7 @@ from nvfp4 import backends
 from nvfp4.errors import UserError
 from nvfp4.numerics.philox import random_bits
 from nvfp4.numerics.quantize import QuantizedTensor
-from nvfp4.precision import audit
+from nvfp4.precision import audit, collect
 from nvfp4.precision.context import StepContext, next_call, token_addresses
 from nvfp4.precision.operands import Policy
 
@@ -154,9 +154,9 @@ class _Linear(torch.autograd.Function):
             x_operand = _operand(call, "fprop", "input", x)
             w_operand = _operand(call, "fprop", "weight", w)
             if bias is None:
-                y = _gemm(call, "fprop", x_operand, w_operand, x.dtype)
+                y = _gemm(call, "fprop", x_operand, w_operand, x.dtype, (x, w))
             else:
-                y = _gemm(call, "fprop", x_operand, w_operand, torch.float32)
+                y = _gemm(call, "fprop", x_operand, w_operand, torch.float32, (x, w))
                 y = y.add_(bias.to(x.dtype)).to(x.dtype)
         _save(ctx, x, weight, w_operand, call)
         ctx.has_bias, ctx.call = bias is not None, call
@@ -176,11 +176,12 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dy_operand = _operand(call, "dgrad", "grad_output", dy)
                 w_operand = _weight_for_dgrad(call, weight, w_operand, dy.dtype)
-                dx = _gemm(call, "dgrad", dy_operand, w_operand, dy.dtype)
+                w = ctx.weight.detach().to(dy.dtype).t() if collect.active() else dy
+                dx = _gemm(call, "dgrad", dy_operand, w_operand, dy.dtype, (dy, w))
             if ctx.needs_input_grad[1]:
                 dy_operand = _operand(call, "wgrad", "grad_output", dy, transposed=True)
                 x_operand = _operand(call, "wgrad", "input", x, transposed=True)
-                dw = _gemm(call, "wgrad", dy_operand, x_operand, torch.float32)
+                dw = _gemm(call, "wgrad", dy_operand, x_operand, torch.float32, (dy.t(), x.t()))
                 dw = _accumulate(ctx.weight, dw)
             if ctx.has_bias and ctx.needs_input_grad[2]:
                 db = dy.sum(0, dtype=torch.float32)
@@ -222,7 +223,7 @@ def _weight_for_dgrad(
 
 def _gemm(
     call: _Call, gemm: str, a: QuantizedTensor | Tensor, b: QuantizedTensor | Tensor,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, originals: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
     """a b^T in out_dtype, reported to the audit with the operands as they are."""
     backend = backends.active()
@@ -231,6 +232,8 @@ def _gemm(
     operands = dict(zip(roles, (a, b), strict=True))
     shape = (a.shape[0], b.shape[0], a.shape[1])
     audit.record(call.name, gemm, operands, shape, y.dtype, backend.name)
+    if collect.active():
+        collect.observe(call.name, gemm, operands=(a, b), originals=originals, y=y)
     return y
 
 
