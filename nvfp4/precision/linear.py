@@ -205,6 +205,7 @@ def _operand(
     bits = None
     if spec is not None and spec.rounding == "stochastic":
         bits = _random_bits(call, gemm, role, tensor)
+        audit.record_bits(call.name, gemm, role, bits)
     if spec is None:
         return tensor.t() if transposed else tensor
     if transposed:  # one copy now is cheaper than strided reads in every step of quantize
