@@ -168,7 +168,7 @@ def test_plain_operands_of_a_wrong_dtype_are_caught(model):
     x = torch.randn(16, 16)
     with audit.recording() as log:
         audit.record(
-            "0", "fprop", {"input": x, "weight": x.half()}, (1, 1, 1), x.dtype, "reference"
+            "0", "fprop", {"input": x, "weight": x.half()}, (16, 128, 64), x.dtype, "reference"
         )
     lines = [line for line in audit.compare(log, plan) if "ran" not in line]
     assert lines == [

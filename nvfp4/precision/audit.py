@@ -209,6 +209,12 @@ def _against(entry: GemmRecord, row: PlanRow) -> Iterator[str]:
         seen = entry.operands.get(role, {"format": "absent"})
         if line := _differences(facts(spec, policy.compute_dtype), seen):
             yield f"{where}: {role} {line}"
+    out, into = _weight_shape(entry)
+    if row.out_features % out or row.in_features % into or (
+        out != row.out_features and into != row.in_features
+    ):
+        whole = f"{row.out_features} x {row.in_features}"
+        yield f"{where}: weight was {out} x {into}, the plan says {whole} or a shard of it"
     # fprop stays FP32 where a bias is still to be added; dw is FP32 always
     allowed = {"fp32"} if entry.gemm == "wgrad" else {"fp32", policy.compute_dtype}
     if entry.out_dtype not in allowed:
@@ -216,6 +222,12 @@ def _against(entry: GemmRecord, row: PlanRow) -> Iterator[str]:
     planned = _accumulation(policy)
     if entry.accumulate != planned:
         yield f"{where}: accumulation was {entry.accumulate}, the plan says {planned}"
+
+
+def _weight_shape(entry: GemmRecord) -> tuple[int, int]:
+    """(output, input) features of the weight in a GEMM (M, N, K), see the table in linear.py."""
+    m, n, k = entry.shape
+    return {"fprop": (n, k), "dgrad": (k, n), "wgrad": (m, n)}[entry.gemm]
 
 
 def _accumulation(policy: Policy) -> str:
