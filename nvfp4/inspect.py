@@ -84,7 +84,11 @@ def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
             )
             how = ", ".join(
                 f"{word}{row[key]}"
-                for key, word in (("backend", ""), ("accumulate", "sum "), ("autocast", "autocast "))
+                for key, word in (
+                    ("backend", ""),
+                    ("accumulate", "sum "),
+                    ("autocast", "autocast "),
+                )
                 if row.get(key)
             )
             kind = f"{row['gemm']:<6} {operands} -> {row['output']} ({how})"

@@ -103,9 +103,7 @@ def test_switches_add_up_in_order_of_their_steps_and_select_as_rules_do():
     )
     early, late = run.switches
     assert (early.step, late.step) == (50, 100)
-    assert early.text == (
-        "dgrad to fp8_block in 4 of 24 linears; dgrad to bf16 in 8 of 24 linears"
-    )
+    assert early.text == ("dgrad to fp8_block in 4 of 24 linears; dgrad to bf16 in 8 of 24 linears")
     names = {row.policy.name for row in late.plan.rows}
     assert names == {
         "bf16", "nvfp4+fprop:bf16", "nvfp4+dgrad:fp8_block+fprop:bf16", "nvfp4+dgrad:bf16+fprop:bf16",

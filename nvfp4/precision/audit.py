@@ -210,8 +210,10 @@ def _against(entry: GemmRecord, row: PlanRow) -> Iterator[str]:
         if line := _differences(facts(spec, policy.compute_dtype), seen):
             yield f"{where}: {role} {line}"
     out, into = _weight_shape(entry)
-    if row.out_features % out or row.in_features % into or (
-        out != row.out_features and into != row.in_features
+    if (
+        row.out_features % out
+        or row.in_features % into
+        or (out != row.out_features and into != row.in_features)
     ):
         whole = f"{row.out_features} x {row.in_features}"
         yield f"{where}: weight was {out} x {into}, the plan says {whole} or a shard of it"
