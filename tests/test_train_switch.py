@@ -16,7 +16,8 @@ from nvfp4.precision.audit import AuditLog
 
 SCHEDULE = (
     "precision.schedule=[{at: {step: 4}, gemms: [dgrad, wgrad], to: bf16},"
-    "{at: {step: 4}, gemms: [fprop], to: one_d}, {at: 0.8, gemms: [fprop], to: bf16, kind: 'mlp.*'}]"
+    "{at: {step: 4}, gemms: [fprop], to: one_d},"
+    "{at: 0.8, gemms: [fprop], to: bf16, kind: 'mlp.*'}]"
 )
 CHANGES = [
     "precision.default=nvfp4", SCHEDULE, "metrics.valid_every=3",
@@ -83,8 +84,13 @@ def test_what_ran_after_a_switch_is_audited_and_shown(straight):
     lines = []
     inspect(straight, lines.append)
     text = "\n".join(lines)
-    for words in ("from step 4: ", "executed in step 1\n", f"executed in step 4, after the switch {TEXT}",
-                  "(reference, sum fp32)", "M x N x K 128 x 336 x 64"):  # fmt: skip
+    for words in (
+        "from step 4: ",
+        "executed in step 1\n",
+        f"executed in step 4, after the switch {TEXT}",
+        "(reference, sum fp32)",
+        "M x N x K 128 x 336 x 64",
+    ):
         assert words in text
 
 

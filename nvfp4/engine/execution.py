@@ -7,7 +7,7 @@ it begins. Audited are the first step of a process and the first step after each
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

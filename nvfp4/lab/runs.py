@@ -195,7 +195,7 @@ def _curves(
 def _switches(
     rows: Sequence[tuple[int, Mapping[str, Any]]], tokens_per_step: float
 ) -> tuple[tuple[float, str], ...]:
-    """Changes of precision: a row's tokens are those at the end of its step, so one step earlier."""
+    """Changes of precision, one step before the end of their row's step, which its tokens say."""
     return tuple(
         (row["tokens"] - tokens_per_step, str(row["switch"])) for _, row in rows if "switch" in row
     )

@@ -116,7 +116,7 @@ def record(
 ) -> None:  # fmt: skip
     """Called by a linear at each GEMM with the very operands it gets; free when not recording.
 
-    out_dtype: of the tensor that came out; accumulate: the model of accumulation the GEMM was given.
+    out_dtype: of the tensor that came out; accumulate: the accumulation model it was given.
     """
     if not _logs:
         return
@@ -143,7 +143,7 @@ def active() -> bool:
 
 
 def record_bits(name: str, gemm: str, role: str, bits: torch.Tensor) -> None:
-    """Called by a linear whenever it has drawn random bits for an operand, (rows, columns) uint8."""
+    """Called by a linear when it has drawn random bits for an operand: uint8 (rows, columns)."""
     if not _logs:
         return
     entry = BitsRecord(name, gemm, role, fingerprint(bits))
