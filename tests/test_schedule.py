@@ -119,9 +119,9 @@ def test_switches_add_up_in_order_of_their_steps_and_select_as_rules_do():
     [
         ("[{at: 0.5, gemms: [frop], to: bf16}]", "0.gemms",
          "unknown gemm 'frop'; did you mean fprop? allowed: fprop, dgrad, wgrad"),
-        ("[{at: 0.5, gemms: [], to: bf16}]", "0.gemms", "is empty; name some of fprop, dgrad, w"),
+        ("[{at: 0.5, gemms: [], to: bf16}]", "0.gemms", "is empty; name some of fprop, dgrad"),
         ("[{at: 0.5, gemms: fprop, to: bf16}]", "0.gemms", 'a list is due here, got "fprop"'),
-        ("[{at: 0.5, gemms: [fprop], to: bf61}]", "0.to", "unknown policy 'bf61'; did you mean bf1"),
+        ("[{at: 0.5, gemms: [fprop], to: bf61}]", "0.to", "unknown policy 'bf61'; did you mean b"),
         ("[{at: 0.5, gemms: [fprop]}]", "0.to", "missing"),
         ("[{at: 0.5, gemms: [fprop], to: bf16, kinds: x}]", "0.kinds", 'did you mean "kind"?'),
         ("[{at: 0.5, gemms: [fprop], to: bf16, kind: mpl.up}]", "0.kind", "did you mean mlp.up?"),

@@ -170,12 +170,12 @@ def resolve_schedule(
     for step, index in sorted(begins):
         switch, where = precision.schedule[index], f"precision.schedule[{index}]"
         selected = _selected(switch, where, plan, known)
-        for row, gemm in product(selected, switch.gemms):
-            if (step, row.name, gemm) in by:
+        for name, gemm in product([row.name for row in selected], switch.gemms):
+            if (step, name, gemm) in by:
                 raise UserError(
-                    f"{where}: {gemm} of {row.name} is switched twice at step {step}, before by "
-                    f"entry {by[step, row.name, gemm]}; let one of the two begin at another point, "
-                    f"or select other linears"
+                    f"{where}: {gemm} of {name} is switched twice at step {step}, before by entry "
+                    f"{by[step, name, gemm]}; let one of the two begin at another point, or select "
+                    f"other linears"
                 )
         changed = _changes(switch, where, selected, known[switch.to])
         rows = []
