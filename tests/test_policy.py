@@ -232,7 +232,7 @@ def test_the_presets_are_the_papers():
     }
     assert [fp8.fprop.weight.block, fp8.dgrad.weight.block] == ["128x128"] * 2
     assert not PRESETS["bf16"].specs and not PRESETS["fp32"].specs
-    assert [policy.token_multiple for policy in PRESETS.values()] == [1, 1, 1, 16]
+    assert [PRESETS[name].multiples["tokens"] for name in ("fp32", "bf16", "fp8_block", "nvfp4")] == [1, 1, 1, 16]
 
 
 def test_12b_keeps_20_of_124_linears_in_bf16():

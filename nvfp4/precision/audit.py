@@ -90,7 +90,7 @@ def observe(operand: object) -> dict[str, Any]:
 
 def record(
     name: str, gemm: str, operands: Mapping[str, Any], shape: tuple[int, int, int],
-    out_dtype: torch.dtype, backend: str,
+    out_dtype: torch.dtype, backend: str, accumulate: str = "fp32",
 ) -> None:  # fmt: skip
     """Called by a linear at each GEMM with the very operands it gets; free when not recording."""
     if not _logs:
@@ -99,6 +99,10 @@ def record(
     entry = GemmRecord(name, gemm, seen, shape, DTYPE_NAMES[out_dtype], backend)
     for log in _logs:
         log.records.append(entry)
+
+
+def record_bits(name: str, gemm: str, role: str, bits: torch.Tensor) -> None:
+    """Called by a linear with the random bits of an operand; free when not recording."""
 
 
 def _differences(expected: Mapping[str, Any], seen: Mapping[str, Any]) -> str:
