@@ -94,9 +94,9 @@ def multiply(
     """
     backend, policy = backends.active(), call.policy
     accumulate = policy.accumulation(gemm)
-    # What is added after the product keeps FP32 until everything is in.
     hot = policy.split == "hot_channels" and gemm == "fprop"
-    dtype = torch.float32 if wide or hot or a.mean is not None else out_dtype
+    more = hot or a.mean is not None  # to be added before the result is rounded
+    dtype = torch.float32 if wide or more else out_dtype
     y = backend.gemm(a.value, b.value, out_dtype=dtype, accumulate=accumulate)
     if hot:
         y += split.hot_channels(a.original, b.original, a.value, b.value, call)
@@ -104,7 +104,7 @@ def multiply(
         y += split.mean_outer(a.mean, b.mean, call.tokens, (a.rows, b.rows))
     elif a.mean is not None:
         y += split.mean_row(a.mean, b.value, accumulate)
-    if not wide:
+    if more and not wide:
         y = y.to(out_dtype)
     operands = dict(zip(policy.operands(gemm), (a.value, b.value), strict=True))
     shape = (a.rows, b.rows, a.value.shape[1])
