@@ -84,8 +84,9 @@ def three_gemms(policy, x, w, dy, sequence):
             return decoded(gemm, role, tensor, turned), None
         mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
         rest = (tensor.float() - mean.float()).to(tensor.dtype)
+        if gemm == "wgrad":
+            return decoded(gemm, role, rest, turned), mean.double()
         features = mean.shape[1]
-        assert not spec.hadamard
         given = extras(spec, pad(mean_bits(features, gemm, role), (0, 0, 0, 15)), gemm, mean)
         mean = dequantize(quantize(pad(mean, (0, 0, 0, 15)), spec, **given))[:1].double()
         return decoded(gemm, role, rest, turned), mean

@@ -119,8 +119,9 @@ def test_other_policy_than_planned_is_caught(model):
          "2 dgrad: grad_output was e2m1 1x16 nearest, the plan says e2m1 1x16 stochastic"),
         (dict(hadamard=0),
          "2 wgrad: input was e2m1 1x16 nearest, the plan says e2m1 1x16 nearest hadamard16"),
-        (dict(signs="none"), "2 wgrad: input was e2m1 1x16 nearest hadamard16 none-signs, the plan says"
-         " e2m1 1x16 nearest hadamard16"),
+        (dict(signs="none"),
+         "2 wgrad: input was e2m1 1x16 nearest hadamard16 none-signs, the plan says e2m1 1x16 neare"
+         "st hadamard16"),
         (dict(scale_rule="before_2_14"),
          "2 fprop: input was e2m1 1x16 before_2_14 nearest, the plan says e2m1 1x16 nearest"),
     ],

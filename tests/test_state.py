@@ -128,16 +128,12 @@ def test_errors_say_what_is_missing():
     x, w, dy = tensors()
     with pytest.raises(UserError, match="policy p takes scales from earlier steps but no MethodSt"):
         step(policy(), x, w, dy, None)
-    with pytest.raises(
-        UserError, match="'fc': the scale of input is delayed, but this MethodState"
-    ):
+    with pytest.raises(UserError, match="the scale of input is delayed, but this MethodState"):
         step(policy(), x, w, dy, MethodState(plan_of(PRESETS["bf16"])))
     state = MethodState(plan_of(policy(amax_history=4)))
     with pytest.raises(UserError, match="method state: fc.input is missing, the plan needs a hist"):
         state.load_state_dict({})
-    with pytest.raises(
-        UserError, match=r"fc.input has shape \(3,\), the plan needs a history of 4"
-    ):
+    with pytest.raises(UserError, match=r"fc.input has shape \(3,\), the plan needs a histo"):
         state.load_state_dict({"fc.input": torch.zeros(3)})
 
 

@@ -21,7 +21,10 @@ NO_RUNS: tuple[str, ...] = ("fprop",)
 
 @dataclass(slots=True)
 class Operand:
-    """value: what is multiplied; original: the same before quantisation; mean: Q(mu), see split."""
+    """value: what is multiplied; original: the same before quantisation.
+
+    mean: what split took off: Q(mu), in wgrad mu itself.
+    """
 
     value: QuantizedTensor | Tensor
     original: Tensor
@@ -49,11 +52,10 @@ def prepare(
     original = tensor if original is None else original
     mean = None
     if policy.split == "mean" and role != "weight" and policy.quantised(gemm):
-        if spec is not None:
-            mu, tensor = split.off_mean(tensor, call.tokens)
-            mean = split.quantised_mean(mu, spec, call, gemm, role)
-        elif gemm == "wgrad":
-            mean, _ = split.off_mean(tensor, call.tokens)
+        mean, rest = split.off_mean(tensor, call.tokens)
+        tensor = tensor if spec is None else rest
+        if gemm != "wgrad":
+            mean = None if spec is None else split.quantised_mean(mean, spec, call, gemm, role)
     if spec is None:
         value = tensor.t() if turned else tensor
     else:
@@ -100,8 +102,8 @@ def multiply(
     y = backend.gemm(a.value, b.value, out_dtype=dtype, accumulate=accumulate)
     if hot:
         y += split.hot_channels(a.original, b.original, a.value, b.value, call)
-    if a.mean is not None and gemm == "wgrad" and b.mean is not None:
-        y += split.mean_outer(a.mean, b.mean, call.tokens, (a.rows, b.rows))
+    if isinstance(a.mean, Tensor) and isinstance(b.mean, Tensor):  # wgrad
+        y += split.mean_outer(a.mean, b.mean, call.tokens)
     elif a.mean is not None:
         y += split.mean_row(a.mean, b.value, accumulate)
     if more and not wide:

@@ -5,13 +5,15 @@ for grad_output, each where it is quantised. Q is the quantiser of the operand:
 
     fprop   y  = Q(R_x) Q(W)^T + 1 (Q(mu_x)^T Q(W)^T)
     dgrad   dx = Q(R_dy) Q(W) + 1 (Q(mu_dy)^T Q(W))
-    wgrad   dw = Q(R_dy)^T Q(R_x) + T Q(mu_dy) Q(mu_x)^T
+    wgrad   dw = Q(R_dy)^T Q(R_x) + T mu_dy mu_x^T
 
 In wgrad the products of a mean with a rest, mu_dy (1^T R_x) and (R_dy^T 1) mu_x^T, are left out:
-the columns of R sum to zero. If only one side is quantised, only that side is split, and the other
-mean stays unquantised: R_dy^T X + T mu_dy mu_x^T is dy^T x as well. The published text gives y;
-ours are the choices that mu and R are rounded to the compute dtype, that Q(mu) has blocks along
-the features in wgrad too, and that its products are summed in FP32.
+the columns of R sum to zero. The published text gives y and says that dy is treated alike. Ours are
+the choices that mu and R are rounded to the compute dtype, that what a mean adds is summed in FP32,
+and that wgrad, where it is a product of two vectors and no GEMM, takes the means unquantised: their
+errors would be those of all tokens alike, and not average out (with columns whose mean is four
+times their spread dw came out six times worse than without any split). If only one side of wgrad is
+quantised, only that side is split: R_dy^T X + T mu_dy mu_x^T is dy^T x as well.
 
 hot_channels (CHON, arXiv 2602.02047): with residuals dX = X - Q(X), dW = W - Q(W) the columns I
 with the largest scores s_j = mean_i |dX_ij| + mean_i |dW_ij| correct fprop to first order:
@@ -22,7 +24,6 @@ which is one widened product; here the appended columns have a tensor scale of t
 share of the columns, rounded up to whole blocks.
 """
 
-from dataclasses import replace
 from math import ceil, lcm
 
 import torch
@@ -32,7 +33,7 @@ from torch.nn.functional import pad
 from nvfp4 import backends
 from nvfp4.numerics.quantize import QuantizedTensor, dequantize
 from nvfp4.numerics.spec import QuantSpec
-from nvfp4.precision.call import Call
+from nvfp4.precision.call import BLOCK, Call
 
 Quantised = QuantizedTensor | Tensor
 
@@ -49,24 +50,16 @@ def off_mean(x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def quantised_mean(mu: Tensor, spec: QuantSpec, call: Call, gemm: str, role: str) -> Quantised:
-    """Q(mu) of mu (1, F), padded with zeros to whole blocks: it may have more rows and columns.
-
-    In wgrad nothing is summed over a mean, so there it is neither rotated nor corrected.
-    """
-    if gemm == "wgrad":
-        rule = "current" if spec.scale_rule == "eden" else spec.scale_rule
-        spec = replace(spec, hadamard=0, signs="fixed", scale_rule=rule)
-    rows, columns = spec.multiples
-    features = mu.shape[1] + -mu.shape[1] % columns
-    mu = pad(mu, (0, features - mu.shape[1], 0, rows - 1))
+    """Q(mu) of mu (1, F): a matrix of whole blocks whose first row is the mean, the others zero."""
+    rows = spec.multiples[0]
     given: dict[str, Tensor] = {}
     if spec.random:
-        bits = call.mean_bits(gemm, role, features, mu.device)
-        bits = bits if spec.random == "elements" else bits[:, ::16]
+        bits = call.mean_bits(gemm, role, mu.shape[1], mu.device)
+        bits = bits if spec.random == "elements" else bits[:, ::BLOCK]
         given["random_bits"] = pad(bits, (0, 0, 0, rows - 1))
     if (signs := call.signs(gemm, spec, mu.device)) is not None:
         given["signs"] = signs
-    return backends.active().quantize(mu, spec, **given)
+    return backends.active().quantize(pad(mu, (0, 0, 0, rows - 1)), spec, **given)
 
 
 def plain(value: Quantised) -> Tensor:
@@ -80,9 +73,9 @@ def mean_row(mean: Quantised, weight: Quantised, accumulate: str) -> Tensor:
     return y[:1]
 
 
-def mean_outer(dy: Quantised, x: Quantised, tokens: int, shape: tuple[int, int]) -> Tensor:
-    """T Q(mu_dy) Q(mu_x)^T: float32 of shape (N, K)."""
-    return tokens * torch.outer(plain(dy)[0, : shape[0]], plain(x)[0, : shape[1]])
+def mean_outer(mu_dy: Tensor, mu_x: Tensor, tokens: int) -> Tensor:
+    """T mu_dy mu_x^T: float32 (N, K)."""
+    return tokens * torch.outer(mu_dy[0].float(), mu_x[0].float())
 
 
 def hot_channels(x: Tensor, w: Tensor, qx: Quantised, qw: Quantised, call: Call) -> Tensor:
