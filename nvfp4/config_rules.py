@@ -99,14 +99,9 @@ def blocks_of_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """wgrad sums over the tokens of a micro-batch, which must be whole blocks."""
     batch, length = recipe.train.micro_batch_size, recipe.model.seq_length
     tokens, rest = divmod(batch * length, recipe.parallel.context_parallel_size)
-<<<<<<< HEAD
     for name, policy in policies(recipe).items():
-        if rest or tokens % policy.token_multiple:
-=======
-    for name, policy in recipe.plan.policies.items():
         multiple = policy.multiples["tokens"]
         if rest or tokens % multiple:
->>>>>>> m-precision
             yield (
                 "model.seq_length",
                 (

@@ -11,7 +11,7 @@ from torch import nn
 from nvfp4 import backends
 from nvfp4.numerics.quantize import quantize
 from nvfp4.precision import audit
-from nvfp4.precision import linear as bits_module
+from nvfp4.precision import call as bits_module
 from nvfp4.precision import linear as linear_module
 from nvfp4.precision.apply import apply_precision
 from nvfp4.precision.context import StepContext, use_context

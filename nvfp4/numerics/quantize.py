@@ -83,7 +83,9 @@ def _check(
         raise UserError("quantize: scale goes with scale_rule delayed, and delayed needs it")
     random_signs = spec.hadamard and spec.signs in ("layer", "step")
     if (signs is not None) != bool(random_signs):
-        raise UserError("quantize: signs go with a rotation by signs layer or step, which need them")
+        raise UserError(
+            "quantize: signs go with a rotation by signs layer or step, which need them"
+        )
     if spec.random is None and random_bits is not None:
         raise UserError("quantize: random_bits do not go with rounding nearest")
     if spec.random is not None:

@@ -127,9 +127,7 @@ def nvfp4_encode_scale(block_scale: Tensor, tensor_scale: Tensor) -> Tensor:
     return _divide(1.0, block_scale * _divide(1.0, tensor_scale)).clamp_(max=FLT_MAX)
 
 
-def nvfp4_decode_scale(
-    block_scale: Tensor, amax: Tensor, limit: float = TENSOR_RANGE
-) -> Tensor:
+def nvfp4_decode_scale(block_scale: Tensor, amax: Tensor, limit: float = TENSOR_RANGE) -> Tensor:
     """dec = fl(scale * A) * fl(1/limit), the dequantise kernel's order; others differ by 1 ulp.
 
     block_scale: decoded, (R, C) float32; amax: broadcastable to it. Returns (R, C) float32.

@@ -25,7 +25,7 @@ import torch
 from nvfp4.errors import UserError
 from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.precision.fingerprints import BitsRecord, fingerprint, repeated
-from nvfp4.precision.operands import GEMMS, Policy, facts, label
+from nvfp4.precision.operands import GEMMS, facts, label
 from nvfp4.precision.plan import PlanRow, PrecisionPlan
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -221,7 +221,7 @@ def _against(entry: GemmRecord, row: PlanRow) -> Iterator[str]:
     allowed = {"fp32"} if entry.gemm == "wgrad" else {"fp32", policy.compute_dtype}
     if entry.out_dtype not in allowed:
         yield f"{where}: result in {entry.out_dtype}"
-    planned = _accumulation(policy)
+    planned = policy.accumulation(entry.gemm)
     if entry.accumulate != planned:
         yield f"{where}: accumulation was {entry.accumulate}, the plan says {planned}"
 
@@ -230,10 +230,6 @@ def _weight_shape(entry: GemmRecord) -> tuple[int, int]:
     """(output, input) features of the weight in a GEMM (M, N, K), see the table in linear.py."""
     m, n, k = entry.shape
     return {"fprop": (n, k), "dgrad": (k, n), "wgrad": (m, n)}[entry.gemm]
-
-
-def _accumulation(policy: Policy) -> str:
-    return getattr(policy, "accumulate", "fp32")
 
 
 def _drawn_for(seen: Mapping[str, Any]) -> bool:

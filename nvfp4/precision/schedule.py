@@ -16,8 +16,9 @@ go from 16x16 to 1x16, which the paper finds slightly better (arXiv 2509.25149, 
       - {at: 0.82, gemms: [dgrad, wgrad], to: bf16}
       - {at: 0.82, gemms: [fprop], to: nvfp4_1d}
 
-Where the description is open: a linear keeps its compute dtype, and what its policy says about
-accumulation, since a switch names GEMMs only.
+A switch to a policy with by_kind takes the one for the kind of each linear. A linear keeps its
+compute dtype. What policies say about all GEMMs at once (accumulation, splits, histories) is taken
+along where the named GEMMs need it and no other GEMM changes by it; otherwise it is an error.
 """
 
 import math
@@ -28,8 +29,8 @@ from itertools import product
 
 from nvfp4.errors import UserError
 from nvfp4.precision.operands import GEMMS, Policy, unknown
-from nvfp4.precision.plan import PlanRow, PrecisionPlan
-from nvfp4.precision.policy import PrecisionConfig, check_shape, known_policies
+from nvfp4.precision.plan import PlanRow, PrecisionPlan, describe
+from nvfp4.precision.policy import PrecisionConfig, by_kind, check_shape, known_policies
 from nvfp4.precision.presets import PRESETS
 from nvfp4.precision.selectors import Switch, select
 
@@ -87,18 +88,54 @@ def first_step(at: object, where: str, *, steps: int, tokens_per_step: int) -> i
     return step
 
 
+# Fields of a policy that are about all of its GEMMs; each group comes whole from one policy.
+SHARED = (
+    ("accumulate",),
+    ("split", "split_fraction"),
+    ("amax_history", "amax_algorithm", "margin"),
+)
+
+
 def switched_policy(policy: Policy, gemms: Collection[str], target: Policy) -> Policy:
-    """The policy with those of `gemms` that it quantises as in `target`; itself if none differs."""
-    changed = {
-        gemm: getattr(target, gemm)
+    """The policy with those of `gemms` that it quantises done as in `target`; itself if none of
+    them differs.
+
+    Of the fields in SHARED the policy's are kept where its words for every GEMM (plan.describe)
+    come out right, else the target's are taken. UserError if no choice gives exactly the named
+    GEMMs of the target beside the others of the policy.
+    """
+    changed = [
+        gemm
         for gemm in GEMMS
         if gemm in gemms
-        and any(policy.operands(gemm).values())
-        and getattr(policy, gemm) != getattr(target, gemm)
-    }
+        and policy.quantised(gemm)
+        and describe(policy, gemm) != describe(target, gemm)
+    ]
     if not changed:
         return policy
-    return replace(policy, name=f"{policy.name}+{','.join(changed)}:{target.name}", **changed)
+    name = f"{policy.name}+{','.join(changed)}:{target.name}"
+    tables = {gemm: getattr(target, gemm) for gemm in changed}
+    wanted = {gemm: describe(target if gemm in changed else policy, gemm) for gemm in GEMMS}
+    refusal = "their other fields cannot be had at once"
+    for owners in product((policy, target), repeat=len(SHARED)):
+        shared = {
+            key: getattr(owner, key)
+            for owner, keys in zip(owners, SHARED, strict=True)
+            for key in keys
+        }
+        try:
+            new = replace(policy, name=name, by_kind=(), **tables, **shared)
+        except UserError as error:
+            refusal = str(error)
+            continue
+        if all(describe(new, gemm) == words for gemm, words in wanted.items()):
+            return new
+    kept = [gemm for gemm in GEMMS if gemm not in changed]
+    raise UserError(
+        f"{policy.name} with {', '.join(changed)} of {target.name} and its own "
+        f"{', '.join(kept)} is no policy ({refusal}); switch all three gemms, or define a policy "
+        f"that has what both need"
+    )
 
 
 def _selected(
@@ -118,14 +155,19 @@ def _selected(
 
 
 def _changes(
-    switch: Switch, where: str, rows: Sequence[PlanRow], target: Policy
+    switch: Switch, where: str, rows: Sequence[PlanRow], known: Mapping[str, Policy]
 ) -> dict[str, Policy]:
     """Name -> new policy of those linears that change; UserError if none does."""
     changed = {}
     for row in rows:
-        new = switched_policy(row.policy, switch.gemms, target)
-        if new is not row.policy:
+        target = known[by_kind(switch.to, row, known, "")[0]]
+        if any(row.policy.quantised(gemm) for gemm in switch.gemms):
             _check_dtype(row, target, where)
+        try:
+            new = switched_policy(row.policy, switch.gemms, target)
+        except UserError as error:
+            raise UserError(f"{where}: {row.name}: {error}") from None
+        if new is not row.policy:
             changed[row.name] = new
     if not changed:
         have = ", ".join(dict.fromkeys(row.policy.name for row in rows))
@@ -177,12 +219,12 @@ def resolve_schedule(
                     f"{by[step, name, gemm]}; let one of the two begin at another point, or select "
                     f"other linears"
                 )
-        changed = _changes(switch, where, selected, known[switch.to])
+        changed = _changes(switch, where, selected, known)
         rows = []
         for row in plan.rows:
             if row.name in changed:
                 new = changed[row.name]
-                differ = [g for g in GEMMS if getattr(new, g) != getattr(row.policy, g)]
+                differ = [g for g in GEMMS if describe(new, g) != describe(row.policy, g)]
                 by |= {(step, row.name, gemm): index for gemm in differ}
                 reason = f"{row.reason}; schedule[{index}] from step {step}"
                 row = replace(row, policy=new, reason=reason)
