@@ -92,7 +92,8 @@ def multiply(
 ) -> Tensor:
     """a b^T with what the policy's split adds, in out_dtype (wide: float32, rounded elsewhere).
 
-    Reported to the audit and to collect with the operands as they are.
+    Reported to the audit and to collect with the operands as they are; what split adds belongs to
+    the same GEMM and is not reported by itself.
     """
     backend, policy = backends.active(), call.policy
     accumulate = policy.accumulation(gemm)

@@ -19,15 +19,14 @@ NVFP4_ROTATED = replace(NVFP4, hadamard=16, signs="fixed")
 NVFP4_ROTATED_STOCHASTIC = replace(NVFP4_ROTATED, rounding="stochastic")
 
 
-def _uniform(name: str, forward: QuantSpec, gradient: QuantSpec, **fields: int) -> Policy:
+def _uniform(name: str, forward: QuantSpec, gradient: QuantSpec) -> Policy:
     """One spec for inputs and weights wherever they are, one for gradients."""
     return Policy(
         name,
         fprop=Fprop(input=forward, weight=forward),
         dgrad=Dgrad(grad_output=gradient, weight=forward),
         wgrad=Wgrad(grad_output=gradient, input=forward),
-        **fields,
-    )  # fmt: skip
+    )
 
 
 def _paper(name: str, activation: QuantSpec, weight: QuantSpec, size: int) -> Policy:
@@ -67,6 +66,9 @@ _OUTER_NOISY = replace(_OUTER, rounding="stochastic", hadamard=16, signs="step")
 # Tseng et al. (arXiv 2502.20586): elements times 3/4 so that none clips, stochastic, rotated by 64.
 _TSENG = QuantSpec("e2m1", "1x32", "e8m0", "floor_3_4", "none", 448, "stochastic", 64, "step")
 
+_DELAYED = replace(E4M3, scale_rule="delayed")
+_OCP = replace(MXFP4, scale_rule="floor")
+_UE5M3 = replace(NVFP4, block_scale="ue5m3")
 _MEAN = _paper("averis", NVFP4, NVFP4_2D, 0)
 
 PRESETS: dict[str, Policy] = {
@@ -80,7 +82,7 @@ PRESETS: dict[str, Policy] = {
         # Float8CurrentScaling, whose scales are FP32 unless a variable makes them powers of two).
         _uniform("fp8_current", E4M3, E5M2),
         # The same with scales from the last 1024 steps (Transformer Engine DelayedScaling).
-        _uniform("fp8_delayed", *(replace(one, scale_rule="delayed") for one in (E4M3, E5M2))),
+        _uniform("fp8_delayed", _DELAYED, replace(_DELAYED, format="e5m2")),
         # The paper's reference run (arXiv 2509.25149, section 3): E4M3 everywhere; activations and
         # gradients in blocks of 1x128, weights 128x128; FP32 scales taken from the tensor itself.
         # Transformer Engine's default for this family rounds the scales to powers of two instead.
@@ -94,7 +96,7 @@ PRESETS: dict[str, Policy] = {
         # (Transformer Engine MXFP8BlockScaling).
         _uniform("mxfp8", MXFP8, MXFP8),
         # The format as OCP MX v1.0 defines it and nothing else: scale rule floor, nearest-even.
-        _uniform("mxfp4_ocp", *[replace(MXFP4, scale_rule="floor")] * 2),
+        _uniform("mxfp4_ocp", _OCP, _OCP),
         # The MXFP4 run of arXiv 2509.25149 figure 6: the method of NVFP4 with a rotation of 32 and
         # scales rounded up (appendix B). Weights 32x32: the text does not say, the method does.
         _paper("mxfp4_paper", MXFP4, replace(MXFP4, block="32x32"), 32),
@@ -138,9 +140,7 @@ PRESETS: dict[str, Policy] = {
         replace(_MEAN, split="mean"),
         # UE5M3 block scales, no rotation, no BF16 blocks (arXiv 2609.02846). The amax is that of
         # every pass; there it is refreshed every 50 steps.
-        _paper(
-            "ue5m3", *(replace(one, block_scale="ue5m3") for one in (NVFP4, NVFP4_2D)), 0
-        ),
+        _paper("ue5m3", _UE5M3, replace(_UE5M3, block="16x16"), 0),
         # Backward only, forward in BF16. Signs: fresh per step, as the unbiasedness argument needs.
         Policy(
             "mxfp4_tseng",
