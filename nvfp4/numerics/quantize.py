@@ -83,7 +83,9 @@ def _check(
         raise UserError("quantize: scale goes with scale_rule delayed, and delayed needs it")
     random_signs = spec.hadamard and spec.signs in ("layer", "step")
     if (signs is not None) != bool(random_signs):
-        raise UserError("quantize: signs go with a rotation by signs layer or step, which need them")
+        raise UserError(
+            "quantize: signs go with a rotation by signs layer or step, which need them"
+        )
     if spec.random is None and random_bits is not None:
         raise UserError("quantize: random_bits do not go with rounding nearest")
     if spec.random is not None:
@@ -159,8 +161,9 @@ def quantize(
         block_scale = mx.block_scale(block_amax, fmt, spec.scale_rule)
         encode_scale = mx.encode_scale(block_scale, spec.scale_rule)
     else:
+        overflow = scaling.FLT_MAX if spec.block == "tensor" else _INPUT_MAX[x.dtype]
         encode_scale = scaling.fp8_encode_scale(
-            block_amax, fmt.max_value, spec.block_scale == "pow2", _INPUT_MAX[x.dtype]
+            block_amax, fmt.max_value, spec.block_scale == "pow2", overflow
         )
         if scale is not None:
             encode_scale = scale.float().reshape(1, 1)
