@@ -86,7 +86,7 @@ def bf16_blocks(precision: PrecisionConfig, depth: int) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _check_shape(row: PlanRow, tensor_parallel: int) -> None:
+def check_shape(row: PlanRow, tensor_parallel: int) -> None:
     """Dimensions are multiples of what the formats need, on each tensor-parallel rank."""
     sizes = {
         "out_features": (row.out_features, row.kind in SPLIT_OUT),
@@ -117,8 +117,8 @@ def _default(precision: PrecisionConfig, known: Mapping[str, Policy]) -> str:
     return precision.default
 
 
-def _by_kind(
-    use: str, linear: LinearInfo, known: Mapping[str, Policy], reason: str
+def by_kind(
+    use: str, linear: LinearInfo | PlanRow, known: Mapping[str, Policy], reason: str
 ) -> tuple[str, str]:
     """Policy and reason of a linear after the by_kind of the policy that was chosen for it."""
     for glob, other in known[use].by_kind:
@@ -204,9 +204,9 @@ def resolve(
     for one in linears:
         use, reason = decided.get(one.name, (default, "default"))
         used.add(use)
-        use, reason = _by_kind(use, one, known, reason)
+        use, reason = by_kind(use, one, known, reason)
         rows.append(PlanRow.of(one, known[use], reason))
-        _check_shape(rows[-1], tensor_model_parallel_size)
+        check_shape(rows[-1], tensor_model_parallel_size)
     used |= {row.policy.name for row in rows}
     notes = _notes(precision, known, used, {one.kind for one in linears})
     return PrecisionPlan(tuple(rows), notes=tuple(notes))

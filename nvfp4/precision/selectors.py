@@ -1,4 +1,4 @@
-"""Which linears of a model a line of the recipe means: rules and switches select in the same way."""
+"""Which linears of a model a line of the recipe means: rules and switches select alike."""
 
 import re
 from collections.abc import Sequence
