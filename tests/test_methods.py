@@ -126,7 +126,7 @@ def test_rotations_cancel(monkeypatch, kind):
         if not spec.hadamard:
             return tensor
         vector = hadamard.sign_vector(spec.hadamard, spec.signs) if signs is None else signs
-        return hadamard.rotate(tensor, spec.hadamard, vector)
+        return hadamard.rotate(tensor, vector, spec.hadamard)
 
     plain = run(PRESETS["bf16"])
     reference = backends.choose("reference")
@@ -160,7 +160,10 @@ def test_no_two_uses_share_random_bits(monkeypatch, name):
             continue
         for token in tokens.tolist():
             bytes_of[(*place, *token, int(features[0]), len(features))] += 1
-    assert bytes_of and set(bytes_of.values()) == {1}
+    # A weight is the same in both micro-batches of a step, and so is what it is rounded to.
+    weight = call.OPERAND_NUMBERS["weight"]
+    assert bytes_of
+    assert all(count == (2 if place[4] == weight else 1) for place, count in bytes_of.items())
     # Signs: both operands of both micro-batches, and nothing else.
     assert all(count == 4 for count in signs.values())
     assert bool(signs) == any(s.hadamard and s.signs == "step" for s in PRESETS[name].specs)

@@ -121,7 +121,7 @@ def _check(a: Operand, b: Operand, accumulate: str) -> None:
     signs = _signs(a), _signs(b)
     if signs[0] is not None and signs[1] is not None and not torch.equal(signs[0], signs[1]):
         raise UserError(f"gemm: the sign vectors of the rotations differ: {pair}")
-    if accumulate == "sequential16" and not all(_level(q) == "tensor" for q in (a, b)):
+    if accumulate == "sequential16" and not all(_level(q) in ("tensor", "row") for q in (a, b)):
         raise UserError(f"gemm: accumulate sequential16 is defined for two NVFP4 operands: {pair}")
 
 

@@ -161,8 +161,9 @@ def quantize(
         block_scale = mx.block_scale(block_amax, fmt, spec.scale_rule)
         encode_scale = mx.encode_scale(block_scale, spec.scale_rule)
     else:
+        overflow = scaling.FLT_MAX if spec.block == "tensor" else _INPUT_MAX[x.dtype]
         encode_scale = scaling.fp8_encode_scale(
-            block_amax, fmt.max_value, spec.block_scale == "pow2", _INPUT_MAX[x.dtype]
+            block_amax, fmt.max_value, spec.block_scale == "pow2", overflow
         )
         if scale is not None:
             encode_scale = scale.float().reshape(1, 1)

@@ -155,24 +155,28 @@ def fp8_decode_scale(encode_scale: Tensor) -> Tensor:
 
 
 def delayed_scale(
-    history: Tensor, scale: Tensor, largest: float, margin: int = 0, algorithm: str = "max"
+    history: Tensor, amax: Tensor, scale: Tensor, largest: float, margin: int, algorithm: str
 ) -> Tensor:
-    """Encode scale of delayed scaling: fl(fl(largest * 2^-margin) / a), a from the history.
+    """Encode scale after a step: fl(fl(largest * 2^-margin) / a).
 
-    a is the largest amax of the history ("max") or its newest ("most_recent", entry 0). Where a is
-    0, infinite or NaN the old scale stays; an infinite quotient becomes FLT_MAX.
-    history: (..., length) float32, newest first; scale: (...) float32. Returns (...) float32.
+    a is the largest amax of this step and the history (algorithm "max"; NaN is ignored) or this
+    step's ("most_recent"). Where a is 0, infinite or NaN the old scale stays; an infinite quotient becomes
+    FLT_MAX. history: (..., length), see roll_history; amax, scale: (...) float32. Returns (...).
     Source: Transformer Engine common/recipe/delayed_scaling.cu.
     """
-    amax = history[..., 0] if algorithm == "most_recent" else history.amax(-1)
+    if algorithm == "max":
+        window = torch.cat((amax[..., None], history[..., 1:]), -1)
+        amax = window.nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)  # as CUDA's fmaxf
     new = _divide(largest * 2.0**-margin, amax)
     new = torch.where(new.isinf(), FLT_MAX, new)
     return torch.where((amax > 0) & amax.isfinite(), new, scale)
 
 
 def roll_history(history: Tensor, amax: Tensor) -> Tensor:
-    """History after a step: the step's amax enters, the oldest entry leaves.
+    """History after a step: entry 0 is empty for the next amax, the newest is last, 1 the oldest.
 
-    history: (..., length), amax: (...). Returns (..., length).
+    history: (..., length), amax: (...). Returns (..., length): 0, history[2:], amax.
     """
-    return torch.cat((amax[..., None], history[..., :-1]), dim=-1)
+    if history.shape[-1] == 1:
+        return torch.zeros_like(history)
+    return torch.cat((torch.zeros_like(amax)[..., None], history[..., 2:], amax[..., None]), -1)

@@ -4,6 +4,7 @@ A Policy (tables.py) and its dictionary form carry the same information, so a po
 in a recipe, stored with a run, read back.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
@@ -58,6 +59,8 @@ def _operand(entry: object, base: QuantSpec | None, where: str) -> QuantSpec | N
     try:
         return QuantSpec(**{**(asdict(base) if base else {}), **entry})
     except UserError as error:
+        if read := re.fullmatch(r"(\w+): '(.*)' is not one of (.*)", str(error)):
+            raise unknown(read[1], read[2], read[3].split(", "), where) from None
         raise UserError(f"{where}: {error}") from None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nvfp4 import backends
 from nvfp4.numerics import scaling
+from nvfp4.numerics.formats import FORMATS
 from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.numerics.spec import QuantSpec
 from nvfp4.precision import audit, collect, nonfinite, split
@@ -80,11 +81,12 @@ def _quantise(
 
 
 def _delayed_scale(call: Call, role: str, tensor: Tensor, spec: QuantSpec) -> Tensor:
-    """Encode scale of a delayed operand by the state's amax; float32 ()."""
+    """Encode scale of a delayed operand by the state's amax, equation (1) there; float32 ()."""
     assert call.state is not None  # linear() has made sure
     amax = scaling.block_amax(tensor.float()[None, :, None, :]).max()
     amax = call.state.observe(call.name, role, amax, call.training)
-    return scaling.delayed_encode_scale(amax, spec, call.policy.margin)
+    largest = FORMATS[spec.format].max_value * 2.0**-call.policy.margin
+    return scaling.fp8_encode_scale(amax, largest, spec.block_scale == "pow2", scaling.FLT_MAX)
 
 
 def multiply(
@@ -92,7 +94,8 @@ def multiply(
 ) -> Tensor:
     """a b^T with what the policy's split adds, in out_dtype (wide: float32, rounded elsewhere).
 
-    Reported to the audit and to collect with the operands as they are.
+    Reported to the audit and to collect with the operands as they are; what split adds belongs to
+    the same GEMM and is not reported by itself.
     """
     backend, policy = backends.active(), call.policy
     accumulate = policy.accumulation(gemm)
