@@ -6,14 +6,14 @@ Nothing here imports torch, so that a recipe can be read and checked without it.
     block          rows x columns that share one block scale, the columns along the contraction;
                    tensor = one scale for all
     block_scale    how block scales are stored: e4m3 (NVFP4), ue5m3, e8m0 (MX), fp32 or pow2 (FP8)
-    scale_rule     how a block scale follows from the largest magnitude of its block, see SCALE_RULES
+    scale_rule     how a block scale follows from the largest magnitude of its block: SCALE_RULES
     second_level   above block scales of limited range, one FP32 amax per tensor, row of the operand
                    or outer block of 1x128 (outer128); none = no amax
     range          largest block scale that the second level aims at: 448, or 256 to leave room
     rounding       of the elements: nearest (ties to even) or stochastic (8 random bits each)
     hadamard       rotate groups of that many along the contraction first: 4 to 128; 0 = no rotation
-    signs          sign vector of the rotation: fixed (Transformer Engine's), layer (one per linear),
-                   step (fresh in every pass), none (all +)
+    signs          sign vector of the rotation: fixed (Transformer Engine's), layer (one for each
+                   linear), step (fresh in every pass), none (all +)
 """
 
 from collections.abc import Iterator
