@@ -67,8 +67,8 @@ class Schema:
             if not isinstance(found, dict):
                 return None
             node = self._open(found)
-            if not node:
-                return {}
+            if not node.keys() - {"title"}:
+                return {}  # anything goes
         return node
 
     def keys(self, key: Sequence[str | int]) -> list[str]:

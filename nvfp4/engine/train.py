@@ -2,15 +2,19 @@
 
 import contextlib
 import functools
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nvfp4 import backends
 from nvfp4.config import Recipe
 from nvfp4.engine import parallel
+from nvfp4.engine.execution import Execution, write_plans
+from nvfp4.engine.gemm_error import gemm_error
 from nvfp4.engine.metrics import Metrics
 from nvfp4.engine.runfolder import (
     RunFolder,
@@ -22,9 +26,8 @@ from nvfp4.engine.runfolder import (
     recipe_changes,
 )
 from nvfp4.engine.signals import StopRequest
-from nvfp4.errors import UserError
+from nvfp4.errors import TrainingError, UserError
 from nvfp4.models.configs import count_parameters
-from nvfp4.precision import audit
 
 Echo = Callable[[str], None]
 
@@ -88,7 +91,6 @@ def _train(
     from nvfp4.engine.batches import micro_batches
     from nvfp4.engine.optimizer import build_optimizer, build_schedule
     from nvfp4.engine.step import (
-        TrainingError,
         build_model,
         evaluate,
         forward_backward,
@@ -121,11 +123,13 @@ def _train(
     state = checkpoint.TrainState(model, optimizer, build_schedule(recipe, optimizer))
 
     # where the run stands
-    who = identity(recipe, prepared)
+    who = functools.partial(identity, recipe, prepared)
     saved, found = folder.path, checkpoint.find_newest(folder.path, echo, world)
     if found:
         saved, record = found
-        checkpoint.check_identity(saved, record, who, recipe.checkpoint.allow_changes, echo)
+        checkpoint.check_identity(
+            saved, record, who(record["step"]), recipe.checkpoint.allow_changes, echo
+        )
         if record["step"] >= recipe.steps:
             echo(f"{saved} is at step {record['step']}, the recipe ends at {recipe.steps}: done")
             return
@@ -137,11 +141,15 @@ def _train(
     folder.write_environment(env, echo, resumed=bool(found))
     folder.write("recipe.yaml", recipe.to_yaml())
     if world.main:
-        recipe.plan.write_csv(folder.path / "plan.csv")
+        write_plans(recipe, folder.path)
+    execution = Execution(
+        recipe, model, linears, folder, backend, world,
+        first=state.step + 1, remembered=state.method,
+    )  # fmt: skip
 
     # the steps
     with StopRequest() as stop, _metrics(recipe, folder, state.step, world) as metrics:
-        first, stopping = state.step + 1, False
+        stopping = False
         while state.step < recipe.steps and not stopping:
             began, step = time.perf_counter(), state.step + 1
             batches = micro_batches(
@@ -152,21 +160,32 @@ def _train(
                 world=world,
             )
             tokens = step * recipe.tokens_per_step
+            switch = execution.begin(step)
+            if switch and metrics:
+                metrics.note(step, f"step {step}: switch of precision: {switch}")
+            last = step == recipe.steps
+            row: dict[str, Any] = {"step": step, "tokens": tokens, "loss": math.nan}
             try:
-                with _audited(recipe, linears, accumulation, folder, active=step == first):
-                    loss = forward_backward(recipe, model, batches, accumulation, step, world)
-                lr, grad_norm = update(optimizer, state.schedule, batch_size, step, loss)
+                with (
+                    gemm_error(recipe, folder, world, step),
+                    execution.passes(),
+                    execution.audited(),
+                ):
+                    row["loss"] = forward_backward(
+                        recipe, model, batches, accumulation, step, world
+                    )
+                lr, grad_norm = update(optimizer, state.schedule, batch_size, step, row["loss"])
+                execution.end()
+                state.step, state.samples = step, state.samples + batch_size
+                seconds = time.perf_counter() - began
+                row |= {"grad_norm": grad_norm, "lr": lr} | ({"switch": switch} if switch else {})
+                if last or step % settings.valid_every == 0:
+                    with execution.passes():
+                        row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
             except TrainingError as error:
                 if metrics:
-                    metrics.write_failure({"step": step, "tokens": tokens, **error.row})
+                    metrics.write_failure(row | error.row)
                 raise
-            state.step, state.samples = step, state.samples + batch_size
-            seconds = time.perf_counter() - began
-
-            last = step == recipe.steps
-            row = dict(step=step, tokens=tokens, loss=loss, grad_norm=grad_norm, lr=lr)
-            if last or step % settings.valid_every == 0:
-                row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
             if metrics:
                 metrics.write(row, seconds, recipe.tokens_per_step)
 
@@ -174,7 +193,8 @@ def _train(
             if last or stopping or step % recipe.checkpoint.every == 0:
                 if metrics:
                     metrics.sync()
-                saved = checkpoint.save(folder.path, state, who, recipe, world)
+                state.method = execution.remembered
+                saved = checkpoint.save(folder.path, state, who(step), recipe, world)
     if state.step == recipe.steps:
         echo(f"finished: {recipe.steps} steps, last checkpoint {saved}")
     else:
@@ -198,24 +218,6 @@ def _metrics(recipe: Recipe, folder: RunFolder, step: int, world: parallel.World
     )
 
 
-@contextlib.contextmanager
-def _audited(
-    recipe: Recipe, linears: frozenset[str], calls: int, folder: RunFolder, *, active: bool
-):
-    """In the first step of a process: hold what each GEMM executed against the plan.
-
-    Raises AuditError if they differ: a run whose linears are silently BF16 would show perfect
-    parity. audit.json keeps what was seen, either way.
-    """
-    if not active:
-        yield
-        return
-    with audit.recording() as log:
-        yield
-    folder.write_audit(log, audit.compare(log, recipe.plan, calls, names=linears))
-    audit.check(log, recipe.plan, calls, names=linears)
-
-
 def _introduce(
     recipe: Recipe, backend: backends.Backend, world: parallel.World, parameters: int, echo: Echo
 ) -> None:
@@ -224,6 +226,8 @@ def _introduce(
     echo(f"{recipe.run.name}: {parameters:,} parameters, blocks {recipe.model.pattern}, "
          f"in {recipe.run.dir}")  # fmt: skip
     echo(recipe.plan.summary())
+    for switch in recipe.switches:
+        echo(f"from step {switch.step}: {switch.text}")
     for reason in backend.reasons:
         echo(f"backend {reason}")
     echo(
