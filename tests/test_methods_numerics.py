@@ -23,6 +23,7 @@ OUTER = QuantSpec(second_level="outer128")
 UE5M3_SPEC = QuantSpec(block_scale="ue5m3")
 EDEN = QuantSpec(scale_rule="eden", hadamard=128, signs="step")
 TSENG = QuantSpec("e2m1", "1x32", "e8m0", "floor_3_4", "none", rounding="stochastic")
+TSENG_ROTATED = QuantSpec("e2m1", "1x32", "e8m0", "floor_3_4", "none", hadamard=64)
 
 
 def normal(seed, *shape):
@@ -327,9 +328,17 @@ def test_missing_and_superfluous_arguments(spec, arguments, text):
         quantize(normal(0, 16, 128), spec, **arguments)
 
 
+def test_a_last_mx_block_may_be_short():
+    x = normal(2, 48, 80)
+    for spec in (MXFP4, MXFP8, QuantSpec("e4m3", "32x32", *MXFP8_RULE)):
+        q, whole = quantize(x, spec), quantize(torch.nn.functional.pad(x, (0, 16, 0, 16)), spec)
+        assert torch.equal(q.codes, whole.codes[:48, :80])
+        assert torch.equal(q.block_scale, whole.block_scale[: len(q.block_scale)])
+
+
 def test_shapes_that_a_format_cannot_take():
-    with pytest.raises(UserError, match="rows in multiples of 1 and columns of 32"):
-        quantize(torch.zeros(16, 48), MXFP4)
+    with pytest.raises(UserError, match="rows in multiples of 1 and columns of 64"):
+        quantize(torch.zeros(16, 48), TSENG_ROTATED)
     with pytest.raises(UserError, match="columns of 128"):
         quantize(torch.zeros(16, 64), OUTER)
     with pytest.raises(UserError, match="columns of 128"):

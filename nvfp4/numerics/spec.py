@@ -180,14 +180,13 @@ class QuantSpec:
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """(rows, columns) of which an operand's shape must be multiples; FP8 blocks are padded.
+        """(rows, columns) of which an operand's shape must be multiples.
 
-        NVFP4 wants 16 in both directions (Transformer Engine), MX whole blocks.
+        NVFP4 wants 16 in both directions (Transformer Engine). FP8 and MX blocks may end in part: a
+        short block has the scale of the elements it has (tensor cores want MX in whole blocks).
         """
-        if self.block_scale == "e8m0":
-            rows, columns = self.block_shape
-        else:
-            rows, columns = (16, self.block_shape[1]) if self.format == "e2m1" else (1, 1)
+        padded = self.format != "e2m1" or self.block_scale == "e8m0"
+        rows, columns = (1, 1) if padded else (16, self.block_shape[1])
         if self.second_level == "outer128":
             columns = 128
         return rows, lcm(columns, self.hadamard or 1)
