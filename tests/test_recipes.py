@@ -1,11 +1,12 @@
 """The shipped recipes: complete, documented, and what the papers say."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from nvfp4.config import Recipe, list_recipes, load_recipe
-from nvfp4.config_check import check, flat
+from nvfp4.config import Recipe, RecipeError, list_recipes, load_recipe
+from nvfp4.config_check import check, flat, recipes
 from nvfp4.config_files import read, shipped, value_at
 from nvfp4.config_schema import Run
 from nvfp4.models.configs import count_parameters, list_linears
@@ -15,6 +16,17 @@ from nvfp4.models.registry import get_model
 FOLDER = Path(__file__).parent.parent / "recipes"
 TINY = ("tiny_bf16", "tiny_fp8", "tiny_nvfp4")
 LARGE = tuple(f"nemotron_nano_12b_v2_{name}" for name in ("bf16", "fp8", "nvfp4"))
+# name -> tokens, tokens per step, peak learning rate, its last value, decay, parameters
+PUBLISHED = {
+    "nemotron_nano_12b_v2": (10**13, 6_029_312, 4.5e-4, 4.5e-6, 0.2, 12_310_001_152),
+    "nemotron_h_8b": (10**12, 6_291_456, 8e-4, 8e-6, 0.15, 8_084_075_520),
+    "transformer_1p2b": (10**12, 6_291_456, 1.2e-3, 1.2e-5, 0.15, 1_291_929_600),
+}
+# Every ablation of arXiv 2509.25149 that we know of
+ABLATIONS = (
+    "Fig. 4", "Fig. 6a", "Fig. 6b", "Fig. 7", "App. D cost", "App. D detail", "Fig. 8", "Fig. 9",
+    "Fig. 10", "E.3", "Fig. 11", "Fig. 12", "Fig. 13", "Fig. 14", "E.2",
+)  # fmt: skip
 
 
 def test_every_file_is_shipped_with_a_purpose():
@@ -28,7 +40,39 @@ def test_every_file_is_shipped_with_a_purpose():
 def test_readme_has_a_row_for_every_recipe():
     text = (FOLDER / "README.md").read_text()
     for name in shipped():
-        assert text.count(f"| [{name}.yaml]({name}.yaml) |") == 1
+        if "/" not in name:
+            assert text.count(f"| [{name}.yaml]({name}.yaml) |") == 1
+
+
+def test_every_ablation_of_the_paper_has_its_recipes():
+    text = (FOLDER / "README.md").read_text()
+    rows = re.findall(r"^\| ((?:Fig|App|E)\.[^|]*?) \|(.*)$", text, re.M)
+    assert [label for label, _ in rows] == list(ABLATIONS)
+    linked = {label: re.findall(r"\]\(([\w/]+)\.yaml\)", row) for label, row in rows}
+    assert all(linked.values())
+    ablations = [name for name in shipped() if name.startswith("ablations/")]
+    for name in ablations:
+        owners = [label for label, names in linked.items() if name in names]
+        assert len(owners) == 1, f"{name} is linked from {owners}"
+        assert f"[{name.split('/')[1]}]({name}.yaml)" in text
+        purpose = list_recipes()[name]
+        assert purpose.startswith(owners[0].split(" ")[0]) or purpose.startswith("App. E")
+    assert set().union(*linked.values()) <= set(shipped())
+
+
+def test_recipes_of_a_folder_are_grouped(capsys):
+    recipes()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 60
+    assert "    fig07_backward fig07_both fig07_both_late fig07_forward" in lines
+    assert "  Fig. 7 (12B, which direction goes to BF16 at the end)" in lines
+    assert not any(line.startswith("ablations/fig") for line in lines)
+
+
+def test_a_recipe_of_a_folder_is_suggested_by_its_bare_name():
+    with pytest.raises(RecipeError, match='did you mean "ablations/fig04_no_sr"?') as error:
+        load_recipe("fig04_no_sr")
+    assert f"ablations/ ({sum('/' in name for name in shipped())})" in str(error.value)
 
 
 def test_base_has_exactly_the_keys_and_defaults_of_the_schema():
@@ -50,12 +94,13 @@ def test_base_explains_every_key():
             assert "#" in line, f"{line.strip()} has no comment"
 
 
-@pytest.mark.parametrize("name", ["base", *TINY, *LARGE])
+@pytest.mark.parametrize("name", shipped())
 def test_shipped_recipe_passes_check_and_survives_being_resolved(name, tmp_path):
     lines: list[str] = []
     assert check(name, [], echo=lines.append) == 0
     recipe = load_recipe(name)
-    assert recipe.run.name == name and recipe.run.dir == f"runs/{name}"
+    stem = name.rpartition("/")[2]
+    assert recipe.run.name == stem and recipe.run.dir == f"runs/{stem}"
     text = "\n".join(lines)
     for fact in (f"{recipe.steps:,} steps", f"{recipe.tokens_per_step:,} tokens", recipe.run.dir):
         assert fact in text
@@ -90,16 +135,48 @@ def test_tiny_model_is_the_family_in_small():
     assert recipe.accumulation(1) == 2 and recipe.accumulation(2) == 1
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_large_recipes_have_the_published_values(name):
-    recipe = load_recipe(name)
-    assert recipe.model == get_model("nemotron_nano_12b_v2")
-    assert count_parameters(recipe.model) == 12_310_001_152
-    assert recipe.tokens_per_step == 6_029_312
-    assert recipe.train.tokens == 10**13 and recipe.steps == 1_658_565
-    assert (recipe.optim.lr, recipe.schedule.min_lr) == (4.5e-4, 4.5e-6)
+def test_no_two_recipes_share_a_run_folder():
+    stems = [name.rpartition("/")[2] for name in shipped()]
+    assert len(set(stems)) == len(stems)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
+def test_large_recipes_have_the_published_values(model, precision):
+    tokens, tokens_per_step, lr, min_lr, decay, parameters = PUBLISHED[model]
+    recipe = load_recipe(f"{model}_{precision}")
+    assert recipe.model == get_model(model)
+    assert count_parameters(recipe.model) == parameters
+    assert recipe.tokens_per_step == tokens_per_step
+    assert recipe.train.tokens == tokens and recipe.steps == -(-tokens // tokens_per_step)
+    assert (recipe.optim.lr, recipe.schedule.min_lr) == (lr, min_lr)
     assert (recipe.optim.betas, recipe.optim.weight_decay) == ((0.9, 0.95), 0.1)
-    assert recipe.decay_steps == round(0.2 * recipe.steps)
+    assert recipe.decay_steps == round(decay * recipe.steps)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_model_has_one_recipe_that_its_runs_differ_from_in_precision_alone(model):
+    runs = [name for name in shipped() if name.startswith(f"{model}_")]
+    reference = flat(load_recipe(f"{model}_bf16").model_dump(mode="json"))
+    for name in runs:
+        values = flat(load_recipe(name).model_dump(mode="json"))
+        differing = {key for key in values if values[key] != reference.get(key)}
+        sections = {key.split(".")[0] for key in differing}
+        assert sections <= {"run", "precision", "parity"}
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name.startswith("ablations/")])
+def test_ablations_change_precision_and_keep_the_model(name):
+    """Against the file that they name as their base: the same model, data and learning rate."""
+    base = read(FOLDER / f"{name}.yaml")[0]["base"]
+    values, reference = (flat(load_recipe(r).model_dump(mode="json")) for r in (name, base))
+    differing = {key for key in values if values[key] != reference.get(key)}
+    sections = {key.split(".")[0] for key in differing}
+    extra = {"fig06b": "train", "fig04_fewer": "checkpoint", "e2": "metrics"}
+    allowed = {value for key, value in extra.items() if name.startswith(f"ablations/{key}")}
+    assert sections <= {"run", "precision", "parity", *allowed}
+    if "fig06b" not in name and name != "ablations/fig07_forward":
+        assert "precision" in sections
 
 
 def test_large_recipes_keep_the_published_blocks_in_bf16():
@@ -112,6 +189,30 @@ def test_large_recipes_keep_the_published_blocks_in_bf16():
     assert blocks(LARGE[2]) == {0, 1, *range(54, 62)}
     plan = load_recipe(LARGE[2]).plan
     assert sum(row.policy.name == "bf16" for row in plan.rows) == 20 and len(plan.rows) == 124
+    assert blocks("nemotron_h_8b_nvfp4") == blocks("nemotron_h_8b_mxfp4") == set(range(44, 52))
+    plan = load_recipe("nemotron_h_8b_nvfp4").plan
+    shares = [row.policy.name == "bf16" for row in plan.rows]
+    assert sum(shares) / len(shares) == pytest.approx(0.154, abs=5e-4)
+    # the last four layers of the transformer are eight blocks: attention and MLP
+    assert blocks("transformer_1p2b_nvfp4") == set(range(32, 40))
+    assert blocks("ablations/fig09_first4") == set(range(8))
+    assert blocks("ablations/fig09_first2_last2") == {*range(4), *range(36, 40)}
+    assert blocks("ablations/fig04_fewer_bf16") == set(range(58, 62))
+
+
+def test_the_late_switch_is_that_of_the_paper():
+    """Forward alone goes to BF16 at 8.2 of 10 trillion tokens, in every linear that was NVFP4."""
+    recipe = load_recipe("nemotron_nano_12b_v2_nvfp4_late_switch")
+    assert recipe.plan == load_recipe(LARGE[2]).plan
+    ((step, _, switched),) = recipe.switches
+    assert step == -(-8_200_000_000_000 // recipe.tokens_per_step) + 1
+    changed = 0
+    for before, after in zip(recipe.plan.rows, switched.rows, strict=True):
+        assert not any(after.policy.operands("fprop").values())
+        for gemm in ("dgrad", "wgrad"):
+            assert after.policy.operands(gemm) == before.policy.operands(gemm)
+        changed += before.policy != after.policy
+    assert changed == 104
 
 
 def test_check_groups_every_linear(capsys):
