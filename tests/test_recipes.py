@@ -1,12 +1,13 @@
 """The shipped recipes: complete, documented, and what the papers say."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from nvfp4.config import Recipe, RecipeError, list_recipes, load_recipe
-from nvfp4.config_check import check, flat, recipes
+from nvfp4.config_check import check, flat, recipes, report
 from nvfp4.config_files import read, shipped, value_at
 from nvfp4.config_schema import Run
 from nvfp4.models.configs import count_parameters, list_linears
@@ -27,6 +28,12 @@ ABLATIONS = (
     "Fig. 4", "Fig. 6a", "Fig. 6b", "Fig. 7", "App. D cost", "App. D detail", "Fig. 8", "Fig. 9",
     "Fig. 10", "E.3", "Fig. 11", "Fig. 12", "Fig. 13", "Fig. 14", "E.2",
 )  # fmt: skip
+
+
+@cache
+def loaded(name: str) -> Recipe:
+    """A shipped recipe, read once for all tests here."""
+    return load_recipe(name)
 
 
 def test_every_file_is_shipped_with_a_purpose():
@@ -95,22 +102,26 @@ def test_base_explains_every_key():
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_shipped_recipe_passes_check_and_survives_being_resolved(name, tmp_path):
-    lines: list[str] = []
-    assert check(name, [], echo=lines.append) == 0
-    recipe = load_recipe(name)
+def test_shipped_recipe_passes_check_and_survives_being_written_out(name):
+    recipe = loaded(name)
     stem = name.rpartition("/")[2]
     assert recipe.run.name == stem and recipe.run.dir == f"runs/{stem}"
-    text = "\n".join(lines)
+    text = "\n".join(report(recipe, name))
     for fact in (f"{recipe.steps:,} steps", f"{recipe.tokens_per_step:,} tokens", recipe.run.dir):
         assert fact in text
-    check(name, [], resolved=True, echo=lines.append)
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+@pytest.mark.parametrize("name", ["base", "tiny_nvfp4", "ablations/fig10_backward"])
+def test_check_prints_a_resolved_recipe_that_loads_as_the_same(name, tmp_path):
+    lines: list[str] = []
+    assert check(name, [], resolved=True, echo=lines.append) == 0
     (tmp_path / "resolved.yaml").write_text(lines[-1])
-    assert load_recipe(tmp_path / "resolved.yaml") == recipe
+    assert load_recipe(tmp_path / "resolved.yaml") == loaded(name)
 
 
 def test_tiny_recipes_differ_in_precision_alone():
-    runs = {name: flat(load_recipe(name).model_dump(mode="json")) for name in TINY}
+    runs = {name: flat(loaded(name).model_dump(mode="json")) for name in TINY}
     for name in TINY[1:]:
         differing = {key for key in runs[name] if runs[name][key] != runs["tiny_bf16"].get(key)}
         assert differing == {
@@ -122,7 +133,7 @@ def test_tiny_recipes_differ_in_precision_alone():
 
 
 def test_tiny_model_is_the_family_in_small():
-    recipe = load_recipe("tiny_nvfp4")
+    recipe = loaded("tiny_nvfp4")
     model, blocks = recipe.model, parse_pattern(recipe.model.pattern)
     assert count_parameters(model) >= 1_000_000
     assert blocks.count("attention") >= 2 and blocks.count("mamba") >= 3
@@ -144,7 +155,7 @@ def test_no_two_recipes_share_a_run_folder():
 @pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
 def test_large_recipes_have_the_published_values(model, precision):
     tokens, tokens_per_step, lr, min_lr, decay, parameters = PUBLISHED[model]
-    recipe = load_recipe(f"{model}_{precision}")
+    recipe = loaded(f"{model}_{precision}")
     assert recipe.model == get_model(model)
     assert count_parameters(recipe.model) == parameters
     assert recipe.tokens_per_step == tokens_per_step
@@ -157,9 +168,9 @@ def test_large_recipes_have_the_published_values(model, precision):
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_a_model_has_one_recipe_that_its_runs_differ_from_in_precision_alone(model):
     runs = [name for name in shipped() if name.startswith(f"{model}_")]
-    reference = flat(load_recipe(f"{model}_bf16").model_dump(mode="json"))
+    reference = flat(loaded(f"{model}_bf16").model_dump(mode="json"))
     for name in runs:
-        values = flat(load_recipe(name).model_dump(mode="json"))
+        values = flat(loaded(name).model_dump(mode="json"))
         differing = {key for key in values if values[key] != reference.get(key)}
         sections = {key.split(".")[0] for key in differing}
         assert sections <= {"run", "precision", "parity"}
@@ -169,7 +180,8 @@ def test_a_model_has_one_recipe_that_its_runs_differ_from_in_precision_alone(mod
 def test_ablations_change_precision_and_keep_the_model(name):
     """Against the file that they name as their base: the same model, data and learning rate."""
     base = read(FOLDER / f"{name}.yaml")[0]["base"]
-    values, reference = (flat(load_recipe(r).model_dump(mode="json")) for r in (name, base))
+    base = base.removesuffix(".yaml")
+    values, reference = (flat(loaded(r).model_dump(mode="json")) for r in (name, base))
     differing = {key for key in values if values[key] != reference.get(key)}
     sections = {key.split(".")[0] for key in differing}
     extra = {"fig06b": "train", "fig04_fewer": "checkpoint", "e2": "metrics"}
@@ -181,16 +193,16 @@ def test_ablations_change_precision_and_keep_the_model(name):
 
 def test_large_recipes_keep_the_published_blocks_in_bf16():
     def blocks(name):
-        rows = load_recipe(name).plan.rows
+        rows = loaded(name).plan.rows
         return {row.block for row in rows if row.policy.name == "bf16"}
 
     assert blocks(LARGE[0]) == set(range(62))
     assert blocks(LARGE[1]) == {0, 60, 61}
     assert blocks(LARGE[2]) == {0, 1, *range(54, 62)}
-    plan = load_recipe(LARGE[2]).plan
+    plan = loaded(LARGE[2]).plan
     assert sum(row.policy.name == "bf16" for row in plan.rows) == 20 and len(plan.rows) == 124
     assert blocks("nemotron_h_8b_nvfp4") == blocks("nemotron_h_8b_mxfp4") == set(range(44, 52))
-    plan = load_recipe("nemotron_h_8b_nvfp4").plan
+    plan = loaded("nemotron_h_8b_nvfp4").plan
     shares = [row.policy.name == "bf16" for row in plan.rows]
     assert sum(shares) / len(shares) == pytest.approx(0.154, abs=5e-4)
     # the last four layers of the transformer are eight blocks: attention and MLP
@@ -202,8 +214,8 @@ def test_large_recipes_keep_the_published_blocks_in_bf16():
 
 def test_the_late_switch_is_that_of_the_paper():
     """Forward alone goes to BF16 at 8.2 of 10 trillion tokens, in every linear that was NVFP4."""
-    recipe = load_recipe("nemotron_nano_12b_v2_nvfp4_late_switch")
-    assert recipe.plan == load_recipe(LARGE[2]).plan
+    recipe = loaded("nemotron_nano_12b_v2_nvfp4_late_switch")
+    assert recipe.plan == loaded(LARGE[2]).plan
     ((step, _, switched),) = recipe.switches
     assert step == -(-8_200_000_000_000 // recipe.tokens_per_step) + 1
     changed = 0
