@@ -11,7 +11,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         raise RecipeError(f"{name}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
+    return deepcopy(parsed(text, name))
+
+
+@lru_cache(maxsize=16)  # most chains of files end in the same ones
+def parsed(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
+    """`read` for the text of a file that is shown as `name`."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
