@@ -13,6 +13,8 @@ from nvfp4.config_schema import Run
 from nvfp4.models.configs import count_parameters, list_linears
 from nvfp4.models.pattern import parse_pattern
 from nvfp4.models.registry import get_model
+from nvfp4.precision.operands import GEMMS
+from nvfp4.precision.presets import PRESETS
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 TINY = ("tiny_bf16", "tiny_fp8", "tiny_nvfp4")
@@ -28,6 +30,38 @@ ABLATIONS = (
     "Fig. 4", "Fig. 6a", "Fig. 6b", "Fig. 7", "App. D cost", "App. D detail", "Fig. 8", "Fig. 9",
     "Fig. 10", "E.3", "Fig. 11", "Fig. 12", "Fig. 13", "Fig. 14", "E.2",
 )  # fmt: skip
+# Recipe -> operands that are not those of NVFP4
+CHANGED = {
+    "fig04_no_sr": "dgrad.grad_output wgrad.grad_output",
+    "fig04_no_rht": "wgrad.grad_output wgrad.input",
+    "fig04_no_2d": "fprop.weight dgrad.weight",
+    "fig04_fewer_bf16": "",
+    "fig07_forward": "fprop:bf16",
+    "fig07_backward": "fprop.weight dgrad:bf16 wgrad:bf16",
+    "appd_backward_2d": "dgrad:bf16 wgrad:bf16",
+    "fig08_naive": "fprop.weight dgrad.grad_output dgrad.weight wgrad.grad_output wgrad.input",
+    "fig08_last4": "fprop.weight dgrad.grad_output dgrad.weight wgrad.grad_output wgrad.input",
+    "fig08_last4_2d": "dgrad.grad_output wgrad.grad_output wgrad.input",
+    "fig08_last4_2d_rht": "dgrad.grad_output wgrad.grad_output",
+    "fig09_first4": "",
+    "fig09_first2_last2": "",
+    "fig10_none": "dgrad.grad_output wgrad.grad_output",
+    "fig10_activations": "fprop.input dgrad.grad_output wgrad.grad_output wgrad.input",
+    "fig10_weights": "fprop.weight dgrad.grad_output dgrad.weight wgrad.grad_output",
+    "fig10_backward": "dgrad.weight wgrad.input",
+    "e3_dgrad": "wgrad.grad_output",
+    "e3_wgrad": "dgrad.grad_output",
+    "fig11_none": "wgrad.grad_output wgrad.input",
+    "fig11_fprop": "fprop.input fprop.weight wgrad.grad_output wgrad.input",
+    "fig11_dgrad": "dgrad.grad_output dgrad.weight wgrad.grad_output wgrad.input",
+    "fig12_hadamard4": "wgrad.grad_output wgrad.input",
+    "fig12_hadamard128": "wgrad.grad_output wgrad.input",
+    "fig13_signs_none": "wgrad.grad_output wgrad.input",
+    "fig13_signs_step": "wgrad.grad_output wgrad.input",
+    "fig14_weights_same_dim": "fprop.weight dgrad.weight",
+    "fig14_weights_other_dim": "fprop.weight dgrad.weight",
+    "fig14_activations_same_dim": "wgrad.grad_output wgrad.input",
+}
 
 
 @cache
@@ -176,6 +210,25 @@ def test_a_model_has_one_recipe_that_its_runs_differ_from_in_precision_alone(mod
         assert sections <= {"run", "precision", "parity"}
 
 
+@pytest.mark.parametrize("name", CHANGED)
+def test_ablations_change_the_operands_that_they_ask_about(name):
+    """Against NVFP4, at the end of the run; bf16 stands for every operand of a GEMM."""
+    recipe = loaded(f"ablations/{name}")
+    plan = recipe.switches[-1].plan if recipe.switches else recipe.plan
+    (policy,) = (p for p in plan.policies.values() if p.name != "bf16")
+    reference = PRESETS["nvfp4"]
+    changed = set()
+    for gemm in GEMMS:
+        operands = policy.operands(gemm)
+        if not any(operands.values()):
+            changed.add(f"{gemm}:bf16")
+            continue
+        for role, spec in operands.items():
+            if spec != reference.operands(gemm)[role]:
+                changed.add(f"{gemm}.{role}")
+    assert changed == set(CHANGED[name].split())
+
+
 @pytest.mark.parametrize("name", [name for name in shipped() if name.startswith("ablations/")])
 def test_ablations_change_precision_and_keep_the_model(name):
     """Against the file that they name as their base: the same model, data and learning rate."""
@@ -216,10 +269,10 @@ def test_the_late_switch_is_that_of_the_paper():
     """Forward alone goes to BF16 at 8.2 of 10 trillion tokens, in every linear that was NVFP4."""
     recipe = loaded("nemotron_nano_12b_v2_nvfp4_late_switch")
     assert recipe.plan == loaded(LARGE[2]).plan
-    ((step, _, switched),) = recipe.switches
-    assert step == -(-8_200_000_000_000 // recipe.tokens_per_step) + 1
+    (switch,) = recipe.switches
+    assert switch.step == -(-8_200_000_000_000 // recipe.tokens_per_step) + 1
     changed = 0
-    for before, after in zip(recipe.plan.rows, switched.rows, strict=True):
+    for before, after in zip(recipe.plan.rows, switch.plan.rows, strict=True):
         assert not any(after.policy.operands("fprop").values())
         for gemm in ("dgrad", "wgrad"):
             assert after.policy.operands(gemm) == before.policy.operands(gemm)
