@@ -51,9 +51,10 @@ CHANGED = {
     "fig10_backward": "dgrad.weight wgrad.input",
     "e3_dgrad": "wgrad.grad_output",
     "e3_wgrad": "dgrad.grad_output",
-    "fig11_none": "wgrad.grad_output wgrad.input",
-    "fig11_fprop": "fprop.input fprop.weight wgrad.grad_output wgrad.input",
-    "fig11_dgrad": "dgrad.grad_output dgrad.weight wgrad.grad_output wgrad.input",
+    "fig11_none": "fprop.weight dgrad.weight wgrad.grad_output wgrad.input",
+    "fig11_wgrad": "fprop.weight dgrad.weight",
+    "fig11_fprop": "fprop.input fprop.weight dgrad.weight wgrad.grad_output wgrad.input",
+    "fig11_dgrad": "fprop.weight dgrad.grad_output dgrad.weight wgrad.grad_output wgrad.input",
     "fig12_hadamard4": "wgrad.grad_output wgrad.input",
     "fig12_hadamard128": "wgrad.grad_output wgrad.input",
     "fig13_signs_none": "wgrad.grad_output wgrad.input",
@@ -61,6 +62,7 @@ CHANGED = {
     "fig14_weights_same_dim": "fprop.weight dgrad.weight",
     "fig14_weights_other_dim": "fprop.weight dgrad.weight",
     "fig14_activations_same_dim": "wgrad.grad_output wgrad.input",
+    "fig14_activations_other_dim": "wgrad.grad_output wgrad.input",
 }
 
 
