@@ -1,4 +1,4 @@
-"""Causal grouped-query attention without position encoding, between linear_qkv and linear_proj."""
+"""Causal grouped-query attention, with or without RoPE, between linear_qkv and linear_proj."""
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nvfp4.errors import UserError
+from nvfp4.models.rope import apply_rotary, rotary_angles
 
 
 def zigzag_positions(length: int, ranks: int, device: torch.device) -> Tensor:
@@ -17,7 +18,10 @@ def zigzag_positions(length: int, ranks: int, device: torch.device) -> Tensor:
     The sequence is cut in 2 ranks chunks and rank r gets chunks r and 2 ranks - 1 - r, so that all
     ranks have the same number of causal pairs.
     """
-    chunks = torch.arange(length, device=device).view(2 * ranks, -1)
+    places = torch.arange(length, device=device)
+    if ranks == 1:  # any length
+        return places[None]
+    chunks = places.view(2 * ranks, -1)
     return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], 1)
 
 
@@ -27,6 +31,9 @@ class CoreAttention(MegatronModule):
     q (length, batch, heads, c), k and v (length, batch, groups, c) -> (length, batch, heads c), in
     the dtype of q. Under context parallelism length is this rank's share in zig-zag order, and k
     and v are gathered over the ranks. Packed sequences and foreign masks are refused.
+
+    rope_theta: q and k are turned by RoPE first, each token by its place in the whole sequence, and
+    rounded to their dtype once; None: no position encoding.
     """
 
     def __init__(
@@ -37,11 +44,13 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        rope_theta: float | None = None,
         **_,
     ):
         super().__init__(config=config)
         assert pg_collection is not None
         self.cp_group, self.scale = pg_collection.cp, softmax_scale
+        self.rope_theta = rope_theta
 
     def forward(
         self,
@@ -59,6 +68,11 @@ class CoreAttention(MegatronModule):
                 "attention is causal over the whole sequence; pass no mask, bias or packing"
             )
         ranks, mask = self.cp_group.size(), None
+        if self.rope_theta is not None:
+            places = zigzag_positions(len(query) * ranks, ranks, query.device)
+            places = places[self.cp_group.rank()]
+            angles = rotary_angles(places, query.shape[-1], self.rope_theta)
+            query, key = apply_rotary(query, angles), apply_rotary(key, angles)
         if ranks > 1:
             key = gather_from_sequence_parallel_region(key, group=self.cp_group)
             value = gather_from_sequence_parallel_region(value, group=self.cp_group)

@@ -5,6 +5,7 @@ P head_dim, N state_dim, G num_groups, K conv_width, I = H P; attention: q heads
 c kv_channels.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -68,8 +69,9 @@ class MambaConfig:
 class ModelConfig:
     """Embedding, one pre-norm residual block per pattern character, final norm, output layer.
 
-    Linears have no bias, attention has no position encoding. Raises UserError with the key, the
-    value and what would be right.
+    Linears have no bias. position: how attention knows the order of tokens, not at all (the Mamba
+    blocks do) or by RoPE with base rope_theta. Raises UserError with the key, the value and what
+    would be right.
     """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
@@ -85,6 +87,8 @@ class ModelConfig:
     vocab_size: int
     seq_length: int
     activation: Literal["squared_relu"] = "squared_relu"
+    position: Literal["none", "rope"] = "none"
+    rope_theta: float = 10000.0
     tie_embeddings: bool = False
     layernorm_epsilon: float = 1e-5
     init_std: float = 0.02
@@ -111,9 +115,22 @@ class ModelConfig:
             raise UserError(
                 f"model.activation is {self.activation!r}; only 'squared_relu' is built"
             )
+        self._check_position("attention" in blocks)
         for key in ("layernorm_epsilon", "init_std"):
             if not 0 < getattr(self, key) < 1:
                 raise UserError(f"model.{key} is {getattr(self, key)}; it must lie between 0 and 1")
+
+    def _check_position(self, attention: bool) -> None:
+        if self.position not in ("none", "rope"):
+            raise UserError(f"model.position is {self.position!r}; it must be 'none' or 'rope'")
+        if not 1 < self.rope_theta < math.inf:
+            raise UserError(f"model.rope_theta is {self.rope_theta}; it must be above 1 and finite")
+        if self.position == "rope" and not attention:
+            raise UserError("model.position is 'rope', but model.pattern has no attention (*)")
+        if self.position == "rope" and self.kv_channels % 2:
+            raise UserError(
+                f"model.kv_channels is {self.kv_channels}; RoPE turns pairs, so it must be even"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -221,7 +221,7 @@ def build(
         )
     model = HybridModel(
         transformer_config(cfg, dtype=dtype, parallel=parallel, **overrides),
-        model_spec(cfg.mamba),
+        model_spec(cfg.mamba, cfg.rope_theta if cfg.position == "rope" else None),
         vocab_size=cfg.vocab_size,
         max_sequence_length=cfg.seq_length,
         hybrid_override_pattern=cfg.pattern,

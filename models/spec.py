@@ -42,8 +42,11 @@ class HybridStack(MambaStack):
             self.final_norm = RMSNorm(config, config.hidden_size)
 
 
-def model_spec(mamba: MambaConfig | None) -> ModuleSpec:
-    """The blocks of the model: which class serves each part, and under which checkpoint keys."""
+def model_spec(mamba: MambaConfig | None, rope_theta: float | None = None) -> ModuleSpec:
+    """The blocks of the model: which class serves each part, and under which checkpoint keys.
+
+    rope_theta: base of the rotary position embedding, None without one.
+    """
     bda: Any = get_bias_dropout_add  # a function where Megatron 0.16 declares a type
     mixer = ModuleSpec(
         module=Mamba2Mixer,
@@ -54,7 +57,9 @@ def model_spec(mamba: MambaConfig | None) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnLinear, core_attention=CoreAttention, linear_proj=RowLinear
+            linear_qkv=ColumnLinear,
+            core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": rope_theta}),
+            linear_proj=RowLinear,
         ),
     )
     mlp = ModuleSpec(

@@ -186,9 +186,23 @@ def flat(data: Any, key: str = "") -> dict[str, Any]:
 
 
 def recipes(echo: Echo = print) -> int:
-    """Prints the shipped recipes with their purpose, and where the files are."""
+    """Prints the shipped recipes with their purpose, and where the files are.
+
+    Those of a folder are grouped: the purpose of each begins with that of its group and a colon.
+    """
     found = list_recipes()
-    for name, purpose in found.items():
-        echo(f"{name:<{max(map(len, found)) + 2}}{purpose}")
+    top = {name: purpose for name, purpose in found.items() if "/" not in name}
+    for name, purpose in top.items():
+        echo(f"{name:<{max(map(len, top)) + 2}}{purpose}")
+    groups: dict[str, dict[str, list[str]]] = {}
+    for name in found.keys() - top.keys():
+        folder, _, rest = name.rpartition("/")
+        group = found[name].partition(": ")[0]
+        groups.setdefault(folder, {}).setdefault(group, []).append(rest)
+    for folder, members in sorted(groups.items()):
+        echo(f"\n{folder}/NAME, for instance  nvfp4 check {folder}/{min(min(members.values()))}")
+        for group, names in sorted(members.items(), key=lambda item: min(item[1])):
+            echo(f"  {group}")
+            echo(f"    {' '.join(sorted(names))}")
     echo(f"\nfiles in {find('base').parent}; start your own with the line  base: tiny_nvfp4")
     return 0

@@ -9,8 +9,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         raise RecipeError(f"{name}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
+    return deepcopy(parsed(text, name))
+
+
+@lru_cache(maxsize=16)  # most chains of files end in the same ones
+def parsed(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
+    """`read` for the text of a file that is shown as `name`."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -220,10 +229,18 @@ def find(name: str, beside: Path | None = None) -> Path:
         return path.with_name(f"{path.name}.yaml")
     if path.is_dir():
         raise RecipeError(f"{name}: a folder without recipe.yaml, not a run folder")
-    hint = did_you_mean(stem, known)
+    inside = [full for full in known if full.rpartition("/")[2] == stem.rpartition("/")[2]]
+    hint = f'; did you mean "{inside[0]}"?' if inside else did_you_mean(stem, known)
     raise RecipeError(
-        f"recipe {name!r} not found{hint or '; no such file.'} Shipped recipes: {', '.join(known)}"
+        f"recipe {name!r} not found{hint or '; no such file.'} Shipped recipes: {overview(known)}"
     )
+
+
+def overview(names: Iterable[str]) -> str:
+    """Names of recipes in one line, those of a folder counted: `base, tiny, ablations/ (34)`."""
+    folders = Counter(name.rpartition("/")[0] for name in names)
+    top = [name for name in names if "/" not in name]
+    return ", ".join([*top, *(f"{name}/ ({n})" for name, n in folders.items() if name)])
 
 
 def load_chain(path: Path) -> Draft:

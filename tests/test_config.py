@@ -354,7 +354,7 @@ def test_file_that_is_no_text():
 def test_recipe_not_found():
     with pytest.raises(RecipeError, match='did you mean "tiny_nvfp4"') as error:
         load_recipe("tiny_nvpf4")
-    assert all(name in str(error.value) for name in shipped())
+    assert all(name in str(error.value) for name in shipped() if "/" not in name)
     with pytest.raises(RecipeError, match="'runs/old.yaml' not found"):
         load_recipe("runs/old.yaml")
     Path("folder").mkdir()

@@ -7,7 +7,13 @@ import pytest
 from nvfp4.errors import UserError
 from nvfp4.models.configs import MambaConfig, count_parameters, list_linears, validate_parallel
 from nvfp4.models.pattern import parse_pattern
-from nvfp4.models.registry import NEMOTRON_NANO_12B_V2, TINY, get_model
+from nvfp4.models.registry import (
+    NEMOTRON_H_8B,
+    NEMOTRON_NANO_12B_V2,
+    TINY,
+    TRANSFORMER_1P2B,
+    get_model,
+)
 
 
 def test_pattern_names_every_block():
@@ -40,6 +46,10 @@ def test_empty_pattern_is_refused():
         ({"num_query_groups": 3}, "model.num_attention_heads is 4; it must be a multiple of"),
         ({"activation": "gelu"}, "model.activation is 'gelu'"),
         ({"init_std": 0.0}, "model.init_std is 0.0"),
+        ({"position": "alibi"}, "model.position is 'alibi'; it must be 'none' or 'rope'"),
+        ({"rope_theta": 1.0}, "model.rope_theta is 1.0; it must be above 1 and finite"),
+        ({"position": "rope", "kv_channels": 33}, "model.kv_channels is 33; RoPE turns pairs"),
+        ({"position": "rope", "pattern": "M-"}, "model.position is 'rope', but model.pattern has"),
         ({"layernorm_epsilon": -1e-5}, "model.layernorm_epsilon is -1e-05"),
         ({"mamba": None}, "model.pattern has M blocks but there is no model.mamba section"),
     ],
@@ -113,8 +123,46 @@ def test_12b_linears_are_those_of_the_published_shape():
     assert [one.block for one in linears] == [i for i in range(62) for _ in range(2)]
 
 
-def test_12b_has_exactly_the_published_number_of_parameters():
-    assert count_parameters(NEMOTRON_NANO_12B_V2) == 12_310_001_152
+def test_8b_and_1p2b_linears_are_those_of_the_published_shapes():
+    shapes = {
+        cfg.name: {one.kind: (one.out_features, one.in_features) for one in list_linears(cfg)}
+        for cfg in (NEMOTRON_H_8B, TRANSFORMER_1P2B)
+    }
+    assert shapes["nemotron_h_8b"] == {
+        "mamba.in_proj": (18560, 4096),
+        "mamba.out_proj": (4096, 8192),
+        "attention.qkv": (5120, 4096),
+        "attention.out": (4096, 4096),
+        "mlp.up": (21504, 4096),
+        "mlp.down": (4096, 21504),
+    }
+    assert shapes["transformer_1p2b"] == {
+        "attention.qkv": (4096, 2048),
+        "attention.out": (2048, 2048),
+        "mlp.up": (6144, 2048),
+        "mlp.down": (2048, 6144),
+    }
+    blocks = parse_pattern(NEMOTRON_H_8B.pattern)
+    assert [blocks.count(kind) for kind in ("mamba", "mlp", "attention")] == [24, 24, 4]
+    assert [i for i, kind in enumerate(blocks) if kind == "attention"] == [7, 18, 29, 40]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "parameters"),
+    [
+        (NEMOTRON_NANO_12B_V2, 12_310_001_152),
+        (NEMOTRON_H_8B, 8_084_075_520),
+        (TRANSFORMER_1P2B, 1_291_929_600),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_models_have_exactly_the_published_number_of_parameters(cfg, parameters):
+    assert count_parameters(cfg) == parameters
+
+
+def test_the_released_8b_has_twice_the_key_value_heads():
+    released = replace(NEMOTRON_H_8B, num_query_groups=8)
+    assert count_parameters(released) == 8_100_852_736
 
 
 def test_tying_the_head_saves_one_vocabulary_matrix():

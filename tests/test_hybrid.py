@@ -13,7 +13,12 @@ from nvfp4.errors import UserError
 from nvfp4.models.configs import MambaConfig, ModelConfig, count_parameters, list_linears
 from nvfp4.models.hybrid import build
 from nvfp4.models.linears import ColumnLinear, RowLinear
-from nvfp4.models.registry import NEMOTRON_NANO_12B_V2, TINY
+from nvfp4.models.registry import (
+    NEMOTRON_H_8B,
+    NEMOTRON_NANO_12B_V2,
+    TINY,
+    TRANSFORMER_1P2B,
+)
 from nvfp4.precision import audit
 from nvfp4.precision.context import StepContext, use_context
 from nvfp4.precision.policy import PrecisionConfig, resolve
@@ -44,7 +49,11 @@ def tokens(cfg, length=None, seed=0):
     return torch.randint(cfg.vocab_size, (2, length or cfg.seq_length), generator=generator)
 
 
-@pytest.mark.parametrize("cfg", [TINY, NEMOTRON_NANO_12B_V2], ids=lambda cfg: cfg.name)
+@pytest.mark.parametrize(
+    "cfg",
+    [TINY, NEMOTRON_NANO_12B_V2, NEMOTRON_H_8B, TRANSFORMER_1P2B],
+    ids=lambda cfg: cfg.name,
+)
 def test_listed_linears_are_those_of_the_built_model(cfg):
     with torch.device("meta"):
         model = make(cfg, "bf16")
@@ -164,6 +173,22 @@ def test_a_shard_that_cannot_be_quantised_is_named():
 def test_a_model_without_mamba_blocks_needs_no_mamba_section():
     model = make(replace(SMALL, mamba=None, pattern="*-"))
     assert sum(p.numel() for p in model.parameters()) == count_parameters(model.model_config)
+
+
+def test_position_decides_whether_a_transformer_knows_the_order():
+    """Without RoPE an attention block sees a bag of earlier tokens; RoPE adds no parameter."""
+    bag = replace(SMALL, mamba=None, pattern="*-", num_query_groups=4)
+    rope = replace(bag, position="rope", rope_theta=100.0)
+    ids = tokens(bag, 8)
+    swapped = ids[:, [1, 0, *range(2, 8)]]
+    for cfg, ordered in ((bag, False), (rope, True)):
+        model = make(cfg)
+        attention = model.decoder.layers[0].self_attention
+        assert attention.core_attention.rope_theta == (100.0 if ordered else None)
+        with torch.no_grad():
+            last = (model(x, None, None)[:, -1] for x in (ids, swapped))
+            assert torch.allclose(next(last), next(last), atol=1e-6) is not ordered
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(bag)
 
 
 def test_a_tied_head_shares_the_embedding():

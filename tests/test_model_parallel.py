@@ -25,6 +25,7 @@ CFG = ModelConfig(
     mamba=MambaConfig(num_heads=8, head_dim=8, state_dim=16, num_groups=2),
     vocab_size=64,
     seq_length=32,
+    position="rope",
 )
 LAYOUTS = {"alone": {}, "tp": {"tensor": 2}, "tp_sp": {"tensor": 2, "sequence": True},
            "cp": {"context": 2}, "pp": {"pipeline": 2}}  # fmt: skip

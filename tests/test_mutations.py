@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from nvfp4.numerics import (
+    four_over_six,
     gemm,
     golden_checks,
     hadamard,
     layout,
+    mx,
     quantize,
     rounding,
     scaling,
@@ -77,19 +79,21 @@ def encode_scale_not_clamped(keep):
 
 
 def tensor_scale_not_clamped(keep):
-    def scale(amax):
-        s = full(amax, 2688.0) / amax
+    def scale(amax, limit):
+        s = full(amax, limit) / amax
         return torch.where((amax == 0) | (s == 0), 1.0, s)
 
     return scale
 
 
 def tensor_scale_by_reciprocal(keep):
-    return lambda amax: torch.where(amax == 0, 1.0, (2688.0 * amax.reciprocal()).clamp(max=FLT_MAX))
+    return lambda amax, limit: torch.where(
+        amax == 0, 1.0, (limit * amax.reciprocal()).clamp(max=FLT_MAX)
+    )
 
 
 def tensor_scale_of_zero_is_infinite(keep):
-    return lambda amax: (full(amax, 2688.0) / amax).clamp(max=FLT_MAX)
+    return lambda amax, limit: (full(amax, limit) / amax).clamp(max=FLT_MAX)
 
 
 def dividing_by_the_decode_scale(keep):
@@ -122,7 +126,7 @@ def nan_as_zero(keep):
 
 
 def butterfly_in_bf16(keep):
-    def rotate(x, signs="fixed"):
+    def rotate(x, signs="fixed", size=16):
         t = (x.float().reshape(-1, 16) * hadamard.matrix(signs)[:, 0].sign().float()).bfloat16()
         for half in (1, 2, 4, 8):
             t = t.view(-1, 8 // half, 2, half)
@@ -133,7 +137,7 @@ def butterfly_in_bf16(keep):
 
 
 def signs_after_the_transform(keep):
-    def rotate(x, signs="fixed"):
+    def rotate(x, signs="fixed", size=16):
         groups = x.reshape(-1, 16).double() @ hadamard.matrix(signs).t()
         return groups.float().bfloat16().view(x.shape)
 
@@ -141,25 +145,25 @@ def signs_after_the_transform(keep):
 
 
 def no_signs(keep):
-    return lambda x, signs="fixed": keep(x, "none")
+    return lambda x, signs="fixed", size=16: keep(x, "none", size)
 
 
 def no_bf16_after_rotation(keep):
-    return lambda x, signs="fixed": (
+    return lambda x, signs="fixed", size=16: (
         (x.reshape(-1, 16).double() @ hadamard.matrix(signs)).float().view(x.shape)
     )
 
 
 def decode_by_dividing(keep):
-    return lambda scale, amax: scale * amax / full(amax, 2688.0)
+    return lambda scale, amax, limit: scale * amax / full(amax, limit)
 
 
 def decode_scale_first(keep):
-    return lambda scale, amax: scale * (amax * full(amax, 1 / 2688))
+    return lambda scale, amax, limit: scale * (amax * full(amax, 1 / limit))
 
 
 def alpha_by_dividing(keep):
-    return lambda a, b: gemm.reference_alpha(a, b)
+    return lambda *a: gemm.reference_alpha(*a)
 
 
 def tile_order_of_rows(keep):
@@ -186,6 +190,90 @@ def sum_of_512ths(keep):
 
 def no_carry_bits(keep):
     return lambda steps, bits: torch.floor(steps + bits / 128).to(torch.int32)
+
+
+def mx_rounded_down(keep):
+    return lambda value: (value.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def mx_rounded_up_by_log2(keep):
+    # ceil(log2 b) loses what lies less than a rounding of the logarithm above a power of two
+    return lambda value: (torch.log2(value.double() * (1 - 1e-6)).ceil() + 127).clamp(0, 254).byte()
+
+
+def mx_rule_replaced(wrong):
+    def mutation(keep):
+        return lambda b, fmt, rule: keep(b, fmt, wrong if rule == "even" else rule)
+
+    mutation.__name__ = f"mx_even_as_{wrong}"
+    return mutation
+
+
+def mx_scale_multiplied(keep):
+    return lambda code, rule: 1.0 / keep(code, rule)
+
+
+def six_or_four_from_the_product(keep):
+    # base = b * fl(S / 6), the order of the other rules
+    def candidates(b, s):
+        base = b * (s * full(s, 1 / 6))
+        return tuple(encode((base * k).clamp(max=448.0), E4M3) for k in (1.0, 1.5))
+
+    return candidates
+
+
+def ties_pick_four(keep):
+    def block_scale(blocks, b, s, amax, limit, rule):
+        s6, s4 = four_over_six.candidates(b, s)
+        e6, e4 = (four_over_six.block_error(blocks, c, s, amax, limit, rule) for c in (s6, s4))
+        return torch.where(e4 <= e6, s4, s6)
+
+    return block_scale
+
+
+def rows_added_in_order(keep):
+    return lambda error: error.flatten(2).sum(2) if error.shape[1] == 1 else error.sum((1, 3))
+
+
+def other_error(keep):
+    swap = {"mae": "mse", "mse": "mae"}
+    return lambda *a: keep(*a[:-1], a[-1].replace(a[-1][14:17], swap[a[-1][14:17]]))
+
+
+def fast_error_for_exact(keep):
+    return lambda *a: keep(*a[:-1], a[-1].removesuffix("_fast") + "_fast")
+
+
+def one_amax_for_all_rows(keep):
+    return lambda b, level: keep(b, "tensor").expand(b.shape[0], 1)
+
+
+def history_forgets_the_oldest_too_early(keep):
+    def roll(history, amax):
+        rolled = keep(history, amax)
+        rolled[1] = 0
+        return rolled
+
+    return roll
+
+
+def nan_counts_in_the_history(keep):
+    def scale(history, amax, old, largest, margin, algorithm):
+        if history.isnan().any():
+            return old
+        return keep(history, amax, old, largest, margin, algorithm)
+
+    return scale
+
+
+def margin_forgotten(keep):
+    return lambda history, amax, old, largest, margin, algorithm: keep(
+        history, amax, old, largest, 0, algorithm
+    )
+
+
+def bf16_overflow_for_a_tensor_scale(keep):
+    return lambda b, largest, pow2, overflow: keep(b, largest, pow2, scaling.BF16_MAX)
 
 
 MUTATIONS = [
@@ -219,6 +307,21 @@ MUTATIONS = [
     (hadamard, "rotate", no_signs, "nvfp4_rht"),
     (hadamard, "rotate", no_bf16_after_rotation, "nvfp4_rht"),
     (golden_checks, "kernel_alpha", alpha_by_dividing, "nvfp4_gemm"),
+    (mx, "round_up", mx_rounded_down, "mxfp8"),
+    (mx, "round_up", mx_rounded_down, "mxfp4"),
+    (mx, "block_scale", mx_rule_replaced("floor"), "mxfp4"),
+    (mx, "block_scale", mx_rule_replaced("ceil"), "mxfp4"),
+    (mx, "encode_scale", mx_scale_multiplied, "mxfp8"),
+    (four_over_six, "candidates", six_or_four_from_the_product, "nvfp4_4over6"),
+    (four_over_six, "_sum_in_order", rows_added_in_order, "nvfp4_4over6"),
+    (four_over_six, "block_error", other_error, "nvfp4_4over6"),
+    (four_over_six, "block_error", fast_error_for_exact, "nvfp4_4over6"),
+    (scaling, "second_level_amax", one_amax_for_all_rows, "nvfp4_rowscaled"),
+    (scaling, "roll_history", history_forgets_the_oldest_too_early, "fp8_delayed_scaling"),
+    (scaling, "delayed_scale", nan_counts_in_the_history, "fp8_delayed_scaling"),
+    (scaling, "delayed_scale", margin_forgotten, "fp8_delayed_scaling"),
+    (scaling, "fp8_encode_scale", bf16_overflow_for_a_tensor_scale, "fp8_current_scaling"),
+    (four_over_six, "block_scale", ties_pick_four, "nvfp4_4over6"),
 ]
 
 
@@ -229,7 +332,8 @@ MUTATIONS = [
 )
 def test_golden_vectors_notice(monkeypatch, module, function, mutation, file):
     monkeypatch.setattr(module, function, mutation(getattr(module, function)))
-    assert not check_file(GOLDEN / f"{file}.npz").ok
+    report = check_file(GOLDEN / f"{file}.npz")
+    assert not report.ok and "argument" not in report.difference
 
 
 def test_golden_vectors_notice_two_step_scaling(monkeypatch):
@@ -274,5 +378,5 @@ def test_golden_vectors_notice_alpha_in_the_reference_product(monkeypatch):
 
 def test_golden_vectors_notice_a_training_product_outside_its_tolerance(monkeypatch):
     keep = gemm.kernel_alpha
-    monkeypatch.setattr(gemm, "kernel_alpha", lambda a, b: keep(a, b) * 1.000002)
+    monkeypatch.setattr(gemm, "kernel_alpha", lambda *a: keep(*a) * 1.000002)
     assert "_fp32 [" in check_file(GOLDEN / "nvfp4_gemm.npz").difference

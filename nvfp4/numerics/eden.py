@@ -43,5 +43,5 @@ def correction(z: Tensor, codes: Tensor, group: int) -> Tensor:
 
 
 def corrected_scale(scale: Tensor, factor: Tensor, random_bits: Tensor) -> Tensor:
-    """b'' : E4M3 codes of b' c, stochastically rounded. All (M, K/16); scale decoded, bits uint8."""
+    """b'': E4M3 codes of b' c, rounded stochastically. All (M, K/16); scale float32, bits uint8."""
     return encode((scale * factor.float()).contiguous(), E4M3, random_bits)

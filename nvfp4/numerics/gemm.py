@@ -138,7 +138,7 @@ def _alpha(a: Operand, b: Operand, kind: str) -> Tensor | None:
             limits.append(second_level_range(q.spec))
     if len(amax) == 2:
         alpha = kernel_alpha if kind == "kernel" else reference_alpha
-        return alpha(*amax, limits[0] * limits[1])
+        return alpha(amax[0], amax[1], limits[0] * limits[1])
     return one_sided_alpha(amax[0], limits[0]) if amax else None
 
 

@@ -16,14 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4.numerics import formats, hadamard, layout, philox, scaling
+from nvfp4.numerics import hadamard, layout, scaling
 from nvfp4.numerics.gemm import gemm, kernel_alpha, reference_alpha
 from nvfp4.numerics.golden_case import Case, Check
 from nvfp4.numerics.golden_formats import format_checks, known
+from nvfp4.numerics.golden_random import (
+    philox_checks,
+    rotation_checks,
+    scaled_by,
+    signs_of,
+    stochastic_checks,
+)
 from nvfp4.numerics.quantize import (
     QuantizedTensor,
-    apply_encode_scale,
-    decode_block_scale,
     dequantize,
     quantize,
 )
@@ -46,21 +51,6 @@ def _rule(version: str | None) -> str:
     if version is None or version == "kernel":
         return "current"
     return "before_2_14" if (int(version[1]), int(version[2:])) < (2, 14) else "current"
-
-
-def _signs(case: Case) -> str:
-    return "none" if case.says("nosign nosigns", "sign signs") else "fixed"
-
-
-def _scaled(x: Tensor, q: QuantizedTensor) -> Tensor:
-    """fl(x * enc) for a (rotated) matrix x: what was rounded to the codes of q. float32 (M, K)."""
-    assert q.amax is not None, "NVFP4 has one"
-    limit = scaling.second_level_range(q.spec)
-    encode_scale = scaling.nvfp4_encode_scale(
-        decode_block_scale(q), scaling.tensor_encode_scale(q.amax, limit)
-    )
-    tiles = x.float().unflatten(0, (-1, q.spec.block_shape[0])).unflatten(2, (-1, 16))
-    return apply_encode_scale(tiles, encode_scale).reshape(q.shape)
 
 
 class _Forms:
@@ -123,7 +113,7 @@ class _Forms:
 
     def _scaled(self, q: QuantizedTensor, form: str) -> Tensor:
         x = self.x if form == "row" else self.x.t()
-        return _scaled(hadamard.rotate(x, q.spec.signs) if q.spec.hadamard else x, q)
+        return scaled_by(hadamard.rotate(x, q.spec.signs) if q.spec.hadamard else x, q)
 
 
 def _kind(case: Case) -> QuantSpec:
@@ -148,7 +138,7 @@ def quantize_checks(case: Case) -> Iterator[Check]:
     x = case.matrix(case.shared_input or "x")
     row = col = _kind(case)
     if "rht_xt_bf16" in case.arrays or case.says("rht", "norht"):
-        col = replace(row, hadamard=16, signs=_signs(case))
+        col = replace(row, hadamard=16, signs=signs_of(case))
     forms = _Forms(case, "", x, row, col)
     yield from forms.checks()
     if "rht_xt_bf16" in case.arrays:
@@ -165,7 +155,7 @@ def gemm_checks(case: Case) -> Iterator[Check]:
     and float32 ones be within TRAINING_TOLERANCE of the training model.
     """
     weight = NVFP4 if case.says("1dw w1d 1d", "2dw w2d 2d") else NVFP4_2D
-    rotated = replace(NVFP4, hadamard=16, signs=_signs(case))
+    rotated = replace(NVFP4, hadamard=16, signs=signs_of(case))
     columns = NVFP4 if case.says("norht", "rht") else rotated
     input_ = replace(NVFP4, second_level="row") if case.says("rowscaled") else NVFP4
     forms = {
@@ -214,7 +204,8 @@ def _training_tolerance(a: QuantizedTensor, b: QuantizedTensor) -> float:
 
     The kernels' alpha and the reference's are one unit of the last place, 2^-149, apart.
     """
-    alpha = kernel_alpha(*(q.amax.max() for q in (a, b) if q.amax is not None)).item()
+    assert a.amax is not None and b.amax is not None, "NVFP4 has one"
+    alpha = kernel_alpha(a.amax.max(), b.amax.max()).item()
     return max(TRAINING_TOLERANCE, 2.0**-148 / alpha) if alpha else 1.0
 
 
@@ -229,68 +220,6 @@ def layout_checks(case: Case) -> Iterator[Check]:
         if match := re.fullmatch(r"dequant_(fp32|bf16|fp16)(?:bits)?", name):
             values[name] = dequantize(q, _DTYPES[match[1]])
     yield from known(case, values)
-
-
-def stochastic_checks(case: Case) -> Iterator[Check]:
-    """x_scaled -> code_lo, code_hi, p_hi_ideal, p_hi_8bit, by trying all 256 random bytes.
-
-    x_scaled is an input unless the case has x, or rht_xt_bf16 (rotated already), to make it from.
-    """
-    source, form = ("x", "row") if case.find("x") else ("rht_xt", "col")
-    if case.find(source) is None:
-        scaled = case.tensor("x_scaled")
-    else:
-        x = case.matrix(source)
-        if form == "row" and "s_row" not in case.arrays and "s_col" in case.arrays:
-            x, form = x.t(), "col"
-        q = quantize(x, NVFP4)
-        scaled = _scaled(x, q)
-        forms = {"x_scaled": scaled, f"s_{form}": q.block_scale, f"amax_{form}": q.amax}
-        yield from known(case, forms)
-    yield from known(case, _probabilities(case, scaled))
-
-
-def _probabilities(case: Case, scaled: Tensor) -> dict[str, Tensor]:
-    def encode(byte: int) -> Tensor:
-        random_bits = torch.full_like(scaled, byte, dtype=torch.uint8)
-        return formats.encode(scaled, formats.E2M1, random_bits)
-
-    low = encode(0)
-    above = low + (low & 7 < 7)  # the neighbour away from zero; none beyond 6
-    trials = torch.stack([encode(byte) for byte in range(256)])
-    if not ((trials == low) | (trials == above)).all():
-        raise ValueError("stochastic rounding gave a code that is no neighbour of its value")
-    value = scaled.double().abs().clamp(max=formats.E2M1.max_value)
-    near, far = (formats.decode(code, formats.E2M1).double().abs() for code in (low, above))
-    fraction = torch.where(far > near, (value - near) / (far - near), 0.0)
-    moved = (trials != low).sum(0).double() / 256
-    known = {"p_hi_ideal": fraction, "p_hi_8bit": moved}
-    for name in known.keys() & case.arrays.keys():
-        if case.arrays[name].dtype == np.float32:
-            known[name] = known[name].float()
-    return {"code_lo": low, "code_hi": torch.where(fraction > 0, above, low), **known}
-
-
-def philox_checks(case: Case) -> Iterator[Check]:
-    """table: rows [seed, subsequence, offset, n, r0..r3] with counter (offset + n, subsequence)."""
-    table = case.arrays["table"].astype(np.uint64)
-    seed, subsequence, offset, call = table[:, :4].T
-
-    def halves(value: np.ndarray) -> list[Tensor]:
-        parts = (value & np.uint64(0xFFFFFFFF), value >> np.uint64(32))
-        return [torch.from_numpy(part.astype(np.int64)) for part in parts]
-
-    counter = (*halves(offset + call), *halves(subsequence))
-    drawn = philox.philox4x32_10(counter, tuple(halves(seed)))
-    inputs = torch.from_numpy(table[:, :4].view(np.int64))
-    yield case.check("table", torch.cat((inputs, torch.stack(drawn, dim=1)), dim=1))
-
-
-def rotation_checks(case: Case) -> Iterator[Check]:
-    """H = D H16 / 4, sign = the diagonal of D, mask = bits of its negative entries."""
-    matrix = hadamard.matrix(_signs(case)).float()
-    mask = torch.tensor(hadamard.SIGN_MASK if _signs(case) == "fixed" else 0)
-    yield from known(case, {"H": matrix, "sign": matrix[:, 0] * 4, "mask": mask})
 
 
 def pair_checks(case: Case) -> Iterator[Check]:

@@ -160,8 +160,9 @@ def delayed_scale(
     """Encode scale after a step: fl(fl(largest * 2^-margin) / a).
 
     a is the largest amax of this step and the history (algorithm "max"; NaN is ignored) or this
-    step's ("most_recent"). Where a is 0, infinite or NaN the old scale stays; an infinite quotient becomes
-    FLT_MAX. history: (..., length), see roll_history; amax, scale: (...) float32. Returns (...).
+    step's ("most_recent"). Where a is 0, infinite or NaN the old scale stays; an infinite quotient
+    becomes FLT_MAX.
+    history: (..., length), see roll_history; amax, scale: (...) float32. Returns (...).
     Source: Transformer Engine common/recipe/delayed_scaling.cu.
     """
     if algorithm == "max":

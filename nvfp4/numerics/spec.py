@@ -6,14 +6,14 @@ Nothing here imports torch, so that a recipe can be read and checked without it.
     block          rows x columns that share one block scale, the columns along the contraction;
                    tensor = one scale for all
     block_scale    how block scales are stored: e4m3 (NVFP4), ue5m3, e8m0 (MX), fp32 or pow2 (FP8)
-    scale_rule     how a block scale follows from the largest magnitude of its block, see SCALE_RULES
+    scale_rule     how a block scale follows from the largest magnitude of its block: SCALE_RULES
     second_level   above block scales of limited range, one FP32 amax per tensor, row of the operand
                    or outer block of 1x128 (outer128); none = no amax
     range          largest block scale that the second level aims at: 448, or 256 to leave room
     rounding       of the elements: nearest (ties to even) or stochastic (8 random bits each)
     hadamard       rotate groups of that many along the contraction first: 4 to 128; 0 = no rotation
-    signs          sign vector of the rotation: fixed (Transformer Engine's), layer (one per linear),
-                   step (fresh in every pass), none (all +)
+    signs          sign vector of the rotation: fixed (Transformer Engine's), layer (one for each
+                   linear), step (fresh in every pass), none (all +)
 """
 
 from collections.abc import Iterator
@@ -180,14 +180,13 @@ class QuantSpec:
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """(rows, columns) of which an operand's shape must be multiples; FP8 blocks are padded.
+        """(rows, columns) of which an operand's shape must be multiples.
 
-        NVFP4 wants 16 in both directions (Transformer Engine), MX whole blocks.
+        NVFP4 wants 16 in both directions (Transformer Engine). FP8 and MX blocks may end in part: a
+        short block has the scale of the elements it has (tensor cores want MX in whole blocks).
         """
-        if self.block_scale == "e8m0":
-            rows, columns = self.block_shape
-        else:
-            rows, columns = (16, self.block_shape[1]) if self.format == "e2m1" else (1, 1)
+        padded = self.format != "e2m1" or self.block_scale == "e8m0"
+        rows, columns = (1, 1) if padded else (16, self.block_shape[1])
         if self.second_level == "outer128":
             columns = 128
         return rows, lcm(columns, self.hadamard or 1)
