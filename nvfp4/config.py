@@ -47,7 +47,11 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     Raises:
         RecipeError: all mistakes found, one line each: file:line, key, what would be right.
     """
-    draft = load_chain(find(str(name_or_path)))
+    return finish(load_chain(find(str(name_or_path))), overrides)
+
+
+def finish(draft: Draft, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a draft, with overrides on top; RecipeError as load_recipe."""
     schema = Schema(Recipe)
     defaults = Recipe().model_dump(mode="json")
     problems = []

@@ -21,7 +21,7 @@ Nothing is drawn and nothing is changed, so a run that is observed gives the sam
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,8 +73,9 @@ class GemmErrors:
     def summary(self) -> dict[str, Any]:
         """What gemm_error.json holds.
 
-        linears: one entry per (linear, GEMM), the output layer included. mean: by GEMM, the mean relative error over the
-        linears in which it has a quantised operand, and over all. None where there is none.
+        linears: one entry per (linear, GEMM), the output layer included. mean: by GEMM, the mean
+        relative error over the linears in which it has a quantised operand, and over all. None
+        where there is none.
         """
         rows = [_row(name, gemm, sums) for (name, gemm), sums in self.sums.items()]
         mean = {}
@@ -174,7 +175,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _mean(rows: list[Mapping[str, Any]]) -> float | None:
+def _mean(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Mean of the relative errors that are known."""
     known = [row["relative_error"] for row in rows if row["relative_error"] is not None]
     return sum(known) / len(known) if known else None
