@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKS: dict[str, str] = dict(zip(GEMMS, ("o", "s", "D"), strict=True))
+OFFSETS: dict[str, float] = dict(zip(GEMMS, (-0.2, 0.0, 0.2), strict=True))
 HUES: dict[str, str] = dict(zip(GEMMS, COLOURS, strict=False))
 
 
@@ -22,6 +23,7 @@ def ablate_figure(table: Table) -> "Figure":
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     height = 1.7 + 0.36 * len(table.rows)
     with matplotlib.rc_context(STYLE):
@@ -29,7 +31,6 @@ def ablate_figure(table: Table) -> "Figure":
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.35, 1))
         for axes in (left, right):
-            axes.grid(False, axis="y")
             axes.tick_params(axis="y", length=0)
         left.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
         left.set_ylim(len(table.rows) - 0.4, -0.6)
@@ -42,12 +43,16 @@ def ablate_figure(table: Table) -> "Figure":
         left.set_title(f"{what}, {_seeds(table)}")
         right.set_title("GEMM error, last step")
         right.set_xlabel("relative error (%)")
-        if any(row.errors for row in table.rows):
+        errors = [100 * error for row in table.rows for error in row.errors.values() if error > 0]
+        if errors:
+            right.set_xlim(min(errors) / 1.5, max(errors) * 1.5)
             right.set_xscale("log")
+            right.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             right.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            right.xaxis.set_minor_locator(NullLocator())
         for gemm in GEMMS:
             right.plot([], [], MARKS[gemm], color=HUES[gemm], label=gemm, ms=5.5)
-        right.legend(loc="lower center", bbox_to_anchor=(0.5, -0.02), ncols=3, handletextpad=0.2)
+        figure.legend(loc="outside lower right", ncols=3, handletextpad=0.2)
     return figure
 
 
@@ -78,4 +83,5 @@ def _draw_gap(axes: "Axes", row: Row, place: int) -> None:
 def _draw_errors(axes: "Axes", row: Row, place: int) -> None:
     for gemm, value in row.errors.items():
         if value > 0:
-            axes.plot([100 * value], [place], MARKS[gemm], color=HUES[gemm], ms=5.5)
+            height = place + OFFSETS[gemm]  # side by side where errors are alike
+            axes.plot([100 * value], [height], MARKS[gemm], color=HUES[gemm], ms=5.5)

@@ -123,23 +123,18 @@ def _checked(name: str, option: str) -> str:
 
 def _expanded(entry: Entry, base: Recipe, seeds: int, out: Path) -> Variant:
     data = _start(entry, base)
+    data["metrics"]["gemm_error"] = "last"
+    try:
+        recipe = finish(Draft(Path(f"variant {entry.name}"), data), entry.changes)
+    except RecipeError as error:
+        lines = [line.removeprefix(f"variant {entry.name}: ") for line in error.lines]
+        raise RecipeError(*(f"{entry.option}: {line}" for line in lines)) from None
     recipes = []
     for seed in range(base.run.seed, base.run.seed + seeds):
         name = f"{entry.name}_s{seed}"
         own = {"name": name, "dir": str(out / name), "seed": seed}
-        draft = Draft(
-            Path(f"variant {entry.name}"),
-            {
-                **data,
-                "run": {**data["run"], **own},
-                "metrics": {**data["metrics"], "gemm_error": "last"},
-            },
-        )
-        try:
-            recipes.append(finish(draft, entry.changes))
-        except RecipeError as error:
-            lines = [line.removeprefix(f"variant {entry.name}: ") for line in error.lines]
-            raise RecipeError(*(f"{entry.option}: {line}" for line in lines)) from None
+        run = type(recipe.run).model_validate({**recipe.run.model_dump(), **own})
+        recipes.append(recipe.model_copy(update={"run": run}))
     return Variant(entry.name, tuple(recipes))
 
 
