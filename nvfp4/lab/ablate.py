@@ -54,6 +54,7 @@ def ablate(
         folder.mkdir(parents=True, exist_ok=True)
         outcomes = run_all(tasks, jobs=jobs, progress=progress, start=start)
     except KeyboardInterrupt:
+        progress.close()
         echo("stopped; the same command goes on from here")
         raise
     except OSError as error:
