@@ -171,7 +171,7 @@ def test_what_is_finished_is_not_trained_again_and_the_rest_goes_on(tmp_path):
     code, lines = run(tmp_path, again)
     assert code == 0
     assert again.started == ["nvfp4_s1", "fp8_block_s1", "nvfp4_s2", "fp8_block_s2"]
-    assert lines[0] == "6 runs, 120 steps; 2 runs and 60 steps are there already"
+    assert lines[0] == "6 runs, 120 steps; there already: 2 ended runs, 60 steps"
     run(tmp_path, third := Fake(), seeds=1, reference="nvfp4", policies="fp8_block")
     assert third.started == []
 
@@ -293,7 +293,7 @@ def test_progress_in_a_log(capsys):
     lines = []
     progress = Progress(lines.append, clock=lambda: now[0])
     progress.begin({"a": 100, "b": 100, "c": 100}, {"a": 40, "b": 0, "c": 50}, {"a"})
-    assert lines == ["3 runs, 300 steps; 1 runs and 150 steps are there already"]
+    assert lines == ["3 runs, 300 steps; there already: 1 ended runs, 150 steps"]
     now[0] = 31.0
     progress.show({"b": 62})
     assert lines[-1] == "1 of 3 runs  212 of 300 steps  ETA 0:00:44"

@@ -31,7 +31,7 @@ class Progress:
         self._began = self._last = self.clock()
         what = f"{len(totals)} runs, {self.total:,} steps"
         if self.done:
-            what += f"; {len(ended)} runs and {self.done:,} steps are there already"
+            what += f"; there already: {len(ended)} ended runs, {self.done:,} steps"
         self.echo(what)
         if sys.stdout.isatty() and len(ended) < len(totals):
             from rich.progress import BarColumn, TextColumn, TimeRemainingColumn

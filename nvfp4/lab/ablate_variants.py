@@ -24,7 +24,7 @@ from typing import Any
 from nvfp4.config import Recipe, RecipeError, finish, load_recipe
 from nvfp4.config_files import Draft, shipped
 from nvfp4.errors import UserError
-from nvfp4.precision.operands import unknown
+from nvfp4.precision.operands import Policy, unknown
 from nvfp4.precision.policy import known_policies
 
 # A comma that separates changed keys, not one inside a value such as [{use: bf16, kind: mlp.up}].
@@ -146,7 +146,8 @@ def _start(entry: Entry, base: Recipe) -> dict[str, Any]:
     known = known_policies(base.precision)
     if entry.start in known:
         policy = known[entry.start]
-        section = data["precision"] if policy.specs else {"policies": data["precision"]["policies"]}
+        plain = policy == Policy(policy.name, policy.compute_dtype)
+        section = {"policies": data["precision"]["policies"]} if plain else data["precision"]
         data["precision"] = {**section, "default": policy.name}
         data["train"] = {**data["train"], "dtype": policy.compute_dtype}
     elif _is_recipe(entry.start):
