@@ -9,6 +9,7 @@ the words for what is wrong. No torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 def finish(draft: Draft, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a draft, with overrides on top; RecipeError as load_recipe."""
-    schema = Schema(Recipe)
+    schema = _schema()
     defaults = Recipe().model_dump(mode="json")
     problems = []
     for text in overrides:
@@ -74,6 +75,12 @@ def finish(draft: Draft, overrides: Sequence[str] = ()) -> Recipe:
     if problems := explain(draft, schema):
         raise RecipeError(*problems)
     return recipe
+
+
+@cache
+def _schema() -> Schema:
+    """The keys of a recipe; reading them off the classes takes as long as all the rest."""
+    return Schema(Recipe)
 
 
 def parse_override(text: str) -> tuple[Key, Any]:

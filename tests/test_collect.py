@@ -7,10 +7,13 @@ import pytest
 import torch
 from engine_runs import rows, small
 
+from nvfp4.engine import gemm_error
+from nvfp4.engine.parallel import World
 from nvfp4.engine.train import train
 from nvfp4.numerics.quantize import dequantize, quantize
 from nvfp4.numerics.spec import NVFP4, NVFP4_2D
 from nvfp4.precision import collect
+from nvfp4.precision.collect import Sums
 from nvfp4.precision.context import StepContext, use_context
 from nvfp4.precision.linear import linear
 from nvfp4.precision.presets import PRESETS
@@ -110,6 +113,22 @@ def test_a_product_of_zeros_has_no_error():
         ("fprop", "dgrad", "wgrad"), {"quantised": None, "all": None}
     )
     json.dumps(summary, allow_nan=False)
+
+
+def test_sums_of_all_ranks_are_added(monkeypatch):
+    with collect.observing() as errors:
+        run_linear("nvfp4")
+    with collect.observing() as other:
+        run_linear("nvfp4", calls=2)
+        other.add(("elsewhere", "fprop"), Sums(torch.ones(6, dtype=torch.float64), 1))
+
+    def gather(into, mine):
+        into[:] = [mine, other]
+
+    monkeypatch.setattr(gemm_error.dist, "all_gather_object", gather)
+    world = World(rank=0, size=2, device=torch.device("cpu"), dp_rank=0, dp_size=2, owned=False)
+    total = gemm_error._over_ranks(errors, world)
+    assert total.sums["one", "wgrad"].calls == 3 and total.sums["elsewhere", "fprop"].calls == 1
 
 
 def test_the_last_step_of_a_run_is_observed_and_the_run_stays_the_same(tmp_path):
