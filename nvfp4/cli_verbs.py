@@ -167,9 +167,9 @@ def ablate(parser: Parser) -> Run:
     """What does each precision policy cost? Trains all of them over some seeds, and compares.
 
     nvfp4 ablate tiny_nvfp4 --policies nvfp4,fp8_block --seeds 3
-    nvfp4 ablate tiny_nvfp4 --policies nvfp4,my.yaml train.steps=80 --out runs/mine
-    nvfp4 ablate tiny_nvfp4 --variant no_dgrad:mine,precision.policies.mine.dgrad=null
-    nvfp4 ablate tiny_nvfp4 --policies nvfp4 --variant last_2:precision.num_layers_at_end_in_bf16=2
+    nvfp4 ablate tiny_bf16 --policies nvfp4,my.yaml train.steps=80 --out runs/mine
+    nvfp4 ablate tiny_nvfp4 --variant end_2:nvfp4,precision.num_layers_at_end_in_bf16=2 --jobs 1
+    nvfp4 ablate tiny_nvfp4 --policies fp8_block,nvfp4 --reference fp8_block --seeds 3
     """
     add_recipe(parser)
     parser.add_argument(
