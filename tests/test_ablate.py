@@ -25,7 +25,7 @@ from nvfp4.lab.ablate_plot import ablate_figure
 from nvfp4.lab.ablate_progress import Progress
 from nvfp4.lab.ablate_report import cells
 from nvfp4.lab.ablate_runs import Outcome, Task, last_row, run_all, settled, start_training
-from nvfp4.lab.ablate_table import Row, Table, paired_gap, window_gap
+from nvfp4.lab.ablate_table import Row, Table, paired_gap, one_seed_gap
 from nvfp4.lab.ablate_variants import entries, expand
 from nvfp4.lab.compare import Settings
 from nvfp4.lab.parity import parity_of
@@ -417,7 +417,7 @@ def test_the_interval_over_seeds_is_students(n, confidence):
 
 def test_one_seed_is_judged_as_parity_judges_it(tmp_path):
     paths = write_run(tmp_path / "a"), write_run(tmp_path / "b", gap=0.01, salt=1)
-    found = window_gap(*map(load_run, paths), Settings(0.015))
+    found = one_seed_gap(*map(load_run, paths), Settings(0.015))
     (comparison,) = parity_of(paths).comparisons
     interval = comparison.interval
     assert interval and (found.gap, found.low, found.high) == (

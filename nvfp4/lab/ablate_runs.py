@@ -161,7 +161,7 @@ def run_all(
     waiting = [task for task in tasks if task.name not in ended]
     running: dict[str, tuple[Task, Child]] = {}
     here: list[Outcome] = []
-    with _sigterm_interrupts():
+    with _signals_interrupt():
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
@@ -229,17 +229,20 @@ def _stop(children: Sequence[Child], poll_seconds: float) -> None:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM as KeyboardInterrupt, in the main thread (others cannot have handlers)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a closed terminal, as KeyboardInterrupt: processes of other sessions
+    would go on without us. What is ignored (nohup) stays so; other threads cannot have handlers."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    former = signal.signal(signal.SIGTERM, interrupt)
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                former[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -27,8 +27,9 @@ from nvfp4.lab.bootstrap import Array, relative_gap
 from nvfp4.lab.comparable import recipe_differences, require_same_data
 from nvfp4.lab.compare import Settings, compare
 from nvfp4.lab.runs import Run, load_run
+from nvfp4.precision import operands
 
-GEMMS = ("fprop", "dgrad", "wgrad")
+GEMMS = tuple(operands.GEMMS)  # fprop, dgrad, wgrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def paired_gap(x: Array, ref: Array, confidence: float) -> Gap:
     return Gap(mean, mean - reach, mean + reach, tuple(map(float, gaps)))
 
 
-def window_gap(ref: Run, run: Run, settings: Settings) -> Gap:
+def one_seed_gap(ref: Run, run: Run, settings: Settings) -> Gap:
     """The gap of one seed, as `nvfp4 parity` sees it."""
     (comparison,) = compare([ref, run], settings).comparisons
     gap, interval = comparison.last.gap, comparison.interval
@@ -184,7 +185,7 @@ def _gap(refs: Sequence[Run | None], runs: Sequence[Run | None], settings: Setti
     if len(pairs) < len(runs):
         return None
     if len(pairs) == 1:
-        return window_gap(*pairs[0], settings)
+        return one_seed_gap(*pairs[0], settings)
     for ref, run in pairs:
         require_same_data(ref, run)
     x, y = (np.array([_valid(pair[side]) for pair in pairs], float) for side in (1, 0))
