@@ -12,6 +12,7 @@ from nvfp4.errors import UserError
 from nvfp4.lab.ablate_progress import Progress
 from nvfp4.lab.ablate_report import text, unfinished, write
 from nvfp4.lab.ablate_runs import Start, Task, refuse_changes, run_all, start_training
+from nvfp4.lab.ablate_table import tabulate
 from nvfp4.lab.ablate_variants import entries, expand
 
 EXIT_OK = 0
@@ -63,19 +64,17 @@ def ablate(
         ) from None
     finally:
         progress.close()
-    from nvfp4.lab.ablate_table import tabulate  # numpy and scipy, once they are needed
-
     table = tabulate(chosen, outcomes, recipe)
+    for line in ["", *text(table)]:
+        echo(line)
+    from nvfp4.lab.ablate_plot import ablate_figure
+    from nvfp4.lab.plots import save_png  # matplotlib, after the table is on screen
+
     words = ["nvfp4", "ablate", recipe, "--seeds", str(seeds)]
     words += ["--policies", policies] if policies else []
     words += [word for variant in variants for word in ("--variant", variant)]
     words += ["--reference", reference] if reference != "bf16" else []
     words += [*override, "--out", str(folder)]
-    for line in ["", *text(table)]:
-        echo(line)
-    from nvfp4.lab.ablate_plot import ablate_figure
-    from nvfp4.lab.plots import save_png
-
     try:
         write(table, folder, shlex.join(words))
         save_png(ablate_figure(table), folder / "ablate.png")
