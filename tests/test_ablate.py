@@ -384,7 +384,7 @@ class InProcess:
 
 
 def test_end_to_end(tmp_path):
-    words = overrides(tmp_path / "unused", "train.steps=3", "metrics.valid_every=50")
+    words = overrides(tmp_path / "unused", "train.steps=2", "schedule.warmup_steps=1")
     lines = []
     code = ablate("base", words, policies="nvfp4", out=tmp_path / "out", start=InProcess,
                   echo=lines.append)  # fmt: skip
