@@ -123,6 +123,10 @@ class HybridModel(MambaModel):
         block: Any = self.decoder.layers[int(local)]
         return f"{head}{layers}{block.layer_number - 1}{dot}{leaf}"
 
+    def attach(self, plan: PrecisionPlan) -> None:
+        """Let every linear compute by a plan from now on; called between two steps."""
+        _attach_plan(self, self.model_config, plan, "bf16" if self.config.bf16 else "fp32")
+
     def linears(self) -> Iterator[tuple[str, PlannedLinear]]:
         """Every linear of this stage under its global name, output_layer included."""
         for name, module in self.named_modules():
@@ -226,7 +230,7 @@ def build(
         share_embeddings_and_output_weights=cfg.tie_embeddings,
     )
     model.model_config = cfg
-    _attach_plan(model, cfg, plan, dtype)
+    model.attach(plan)
     initialise(
         _parameters_to_fill(model),
         _components(model),

@@ -48,12 +48,12 @@ class PlannedLinear:
         in_feature_offset: int = 0,
     ) -> None:
         """Say how this linear computes; UserError if this rank's shard cannot be quantised so."""
-        rows, columns = self.shard_shape
-        for side, size in (("output", rows), ("input", columns)):
-            if size % policy.token_multiple:
+        for side, size in zip(("out", "in"), self.shard_shape, strict=True):
+            multiple = policy.multiples[f"{side}_features"]
+            if size % multiple:
                 raise UserError(
-                    f"{name} has {size} {side} features per tensor-parallel rank, not a multiple "
-                    f"of {policy.token_multiple} as policy {policy.name} needs; lower "
+                    f"{name} has {size} {side}put features per tensor-parallel rank, not a "
+                    f"multiple of {multiple} as policy {policy.name} needs; lower "
                     "parallel.tensor_model_parallel_size or keep it in bf16 by a precision rule"
                 )
         self.policy, self.plan_name = policy, name

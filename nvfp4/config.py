@@ -93,6 +93,8 @@ def parse_override(text: str) -> tuple[Key, Any]:
     if not equals:
         right = f"{text}=VALUE" if "." in text else "section.key=VALUE"
         raise RecipeError(f"{COMMAND_LINE}: {text}: write {right}, without spaces")
+    if set(value) == {"-"}:
+        value = f'"{value}"'  # a pattern of MLP blocks; YAML would read --- as an empty document
     parts = path.split(".")
     if not all(parts) or path != path.strip():
         raise RecipeError(f"{COMMAND_LINE}: {text}: {path!r} is no key; write section.key=value")

@@ -101,6 +101,19 @@ def report(recipe: Recipe, source: str) -> Iterator[str]:
     )
     yield ""
     yield from precision(recipe.plan)
+    if recipe.switches:
+        yield ""
+        yield from switches(recipe)
+
+
+def switches(recipe: Recipe) -> Iterator[str]:
+    """When precision changes during the run, and what each policy does from then on."""
+    for switch in recipe.switches:
+        yield (
+            f"{'switch':<{WIDTH}}from step {switch.step:,} of {recipe.steps:,}   after "
+            f"{switch.tokens:,} tokens   {switch.text}"
+        )
+        yield from (f"  {line}" for line in switch.plan.summary().splitlines())
 
 
 def precision(plan: PrecisionPlan) -> Iterator[str]:

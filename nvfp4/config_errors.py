@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nvfp4.config_files import Draft, Key, did_you_mean, dotted
+from nvfp4.config_files import COMMAND_LINE, Draft, Key, did_you_mean, dotted
 
 # pydantic's error types, in our words
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
@@ -67,8 +67,8 @@ class Schema:
             if not isinstance(found, dict):
                 return None
             node = self._open(found)
-            if not node:
-                return {}
+            if not node.keys() - {"title"}:
+                return {}  # anything goes
         return node
 
     def keys(self, key: Sequence[str | int]) -> list[str]:
@@ -134,6 +134,9 @@ def reason(error: ErrorDetails, schema: Schema) -> str:
         keys = schema.keys(key)
         known = f"; its keys: {', '.join(keys)}" if keys else ""
         return f"{DUE[kind]}{got}{known}"
+    if kind in ("too_long", "too_short"):
+        due = context.get("max_length", context.get("min_length"))
+        return f"{due} values are due here{got}"
     if kind == "value_error":
         return str(context["error"])
     if kind == "recipe":
@@ -155,6 +158,18 @@ def loose(data: Any, schema: Schema, key: Key = ()) -> Iterator[tuple[Key, str]]
         yield key, f"{DUE[due]}, got {quoted(data)}{'; remove the quotes' if quotes else ''}"
 
 
+def keys_named(message: str) -> Iterator[tuple[Key, str]]:
+    """Every word of a message that looks like a key, as a key and as it stands."""
+    for word in re.findall(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+(?![\w.\[=])", message):
+        yield tuple(int(p) if p.isdigit() else p for p in re.split(r"[.\[\]]+", word) if p), word
+
+
+def blamed(key: Key, message: str, draft: Draft) -> str:
+    """The place of a mistake: where its key was written, or the override that upset that key."""
+    places = [draft.place(parts) for parts, _ in keys_named(message) if draft.places.get(parts)]
+    return COMMAND_LINE if COMMAND_LINE in places else draft.place(key)
+
+
 def locate(key: Key, message: str, schema: Schema, draft: Draft) -> tuple[Key, str]:
     """Moves an error of a whole section to the key that its message names.
 
@@ -163,8 +178,7 @@ def locate(key: Key, message: str, schema: Schema, draft: Draft) -> tuple[Key, s
     """
     message = message.removeprefix(f"{dotted(key)}: ")
     named: list[tuple[int, Key, str]] = []
-    for word in re.findall(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+(?![\w.\[=])", message):
-        parts = tuple(int(p) if p.isdigit() else p for p in re.split(r"[.\[\]]+", word) if p)
+    for parts, word in keys_named(message):
         for whole in (parts, (*key, *parts)):
             found = whole[: schema.known(whole)]
             if len(found) > len(key) and found[: len(key)] == key:
@@ -188,7 +202,8 @@ def explain(draft: Draft, schema: Schema, error: ValidationError | None = None) 
             key, message = locate(key, message, schema, draft)
         if key not in loose_keys:
             found.append((key, message))
+    places = [blamed(key, message, draft) for key, message in found]
     return [
-        f"{draft.place(key)}: {dotted(key)}: {message}" if key else f"{draft.place(key)}: {message}"
-        for key, message in found
+        f"{place}: {dotted(key)}: {message}" if key else f"{place}: {message}"
+        for place, (key, message) in zip(places, found, strict=True)
     ]

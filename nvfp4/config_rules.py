@@ -11,6 +11,7 @@ from nvfp4.models.configs import validate_parallel
 
 if TYPE_CHECKING:
     from nvfp4.config_schema import Recipe
+    from nvfp4.precision.operands import Policy
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -65,11 +66,11 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if complaint:
         named = re.search(r"parallel\.\w+", complaint)
         yield named[0] if named else "parallel", complaint
-    elif complaint := complaint_of(lambda: recipe.plan):
+    elif complaint := complaint_of(lambda: recipe.plans):
         yield "precision", complaint
     else:
         yield from blocks_of_tokens(recipe)
-        for name, policy in recipe.plan.policies.items():
+        for name, policy in policies(recipe).items():
             if policy.compute_dtype != train.dtype:
                 yield (
                     "train.dtype",
@@ -78,6 +79,11 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
                         f"fp32 goes with precision.default=fp32"
                     ),
                 )
+
+
+def policies(recipe: Recipe) -> dict[str, Policy]:
+    """The policies of all plans of a run, by name."""
+    return {name: one for plan in recipe.plans for name, one in plan.policies.items()}
 
 
 def complaint_of(check: Callable[[], object]) -> str | None:
@@ -93,13 +99,14 @@ def blocks_of_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """wgrad sums over the tokens of a micro-batch, which must be whole blocks."""
     batch, length = recipe.train.micro_batch_size, recipe.model.seq_length
     tokens, rest = divmod(batch * length, recipe.parallel.context_parallel_size)
-    for name, policy in recipe.plan.policies.items():
-        if rest or tokens % policy.token_multiple:
+    for name, policy in policies(recipe).items():
+        multiple = policy.multiples["tokens"]
+        if rest or tokens % multiple:
             yield (
                 "model.seq_length",
                 (
                     f"train.micro_batch_size {batch} x {length} / parallel.context_parallel_size "
                     f"{recipe.parallel.context_parallel_size} tokens are no multiple of "
-                    f"{policy.token_multiple}, the block of {name} in wgrad"
+                    f"{multiple}, the block of {name} in wgrad"
                 ),
             )

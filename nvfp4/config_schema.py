@@ -22,6 +22,7 @@ from nvfp4.errors import UserError
 from nvfp4.models.configs import ModelConfig, list_linears
 from nvfp4.models.registry import get_model
 from nvfp4.precision.policy import PrecisionConfig, PrecisionPlan, resolve
+from nvfp4.precision.schedule import Switched, resolve_schedule
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
@@ -169,12 +170,32 @@ class Recipe(Section):
 
     @cached_property
     def plan(self) -> PrecisionPlan:
-        """The policy of every linear of the model's blocks."""
+        """The policy of every linear of the model's blocks, in the first step."""
         return resolve(
             list_linears(self.model),
             self.precision,
             tensor_model_parallel_size=self.parallel.tensor_model_parallel_size,
         )
+
+    @cached_property
+    def switches(self) -> tuple[Switched, ...]:
+        """The plans that follow, each with the step from which it holds, in order."""
+        return resolve_schedule(
+            self.plan,
+            self.precision,
+            steps=self.steps,
+            tokens_per_step=self.tokens_per_step,
+            tensor_model_parallel_size=self.parallel.tensor_model_parallel_size,
+        )
+
+    @property
+    def plans(self) -> tuple[PrecisionPlan, ...]:
+        """Every plan of the run."""
+        return (self.plan, *(switch.plan for switch in self.switches))
+
+    def plan_at(self, step: int) -> PrecisionPlan:
+        """The plan that holds in a step, counted from 1."""
+        return self.plans[sum(switch.step <= step for switch in self.switches)]
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per step on each rank; UserError when the batch does not divide."""

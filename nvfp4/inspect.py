@@ -54,29 +54,53 @@ def _run(path: Path, echo: Echo) -> None:
         echo(f"{'validation loss':<18}{run.valid.values[0]:.4f} -> {run.valid.values[-1]:.4f}")
     latest = path / "latest"
     echo(f"{'checkpoint':<18}{latest.read_text().strip() if latest.is_file() else 'none'}")
-    echo(f"\n{load_recipe(str(path / 'recipe.yaml')).plan.table()}")
+    recipe = load_recipe(str(path / "recipe.yaml"))
+    echo(f"\n{recipe.plan.table()}")
+    for switch in recipe.switches:
+        echo(f"\nfrom step {switch.step}: {switch.text}\n{switch.plan.summary()}")
     if (path / "audit.json").is_file():
-        echo("\nexecuted in the first step")
         try:
             lines = list(audit_lines(json.loads((path / "audit.json").read_text())))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path / 'audit.json'}: damaged ({error})") from error
         for line in lines:
-            echo(f"  {line}")
+            echo(line)
 
 
 def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
-    """GEMMs with the same operands in one line each, then what differs from the plan."""
-    linears, calls = Counter(), Counter()
-    for row in audit["gemms"]:
-        operands = "; ".join(f"{role} {label(facts)}" for role, facts in row["operands"].items())
-        kind = f"{row['gemm']:<6} {operands} -> {row['output']} ({row['backend']})"
-        linears[kind] += 1
-        calls[kind] += row["calls"]
-    for kind in sorted(linears):
-        yield f"{linears[kind]:>4} linears {calls[kind]:>6} calls  {kind}"
-    differences = audit["differences"]
-    yield from differences or ["as planned"]
+    """Every audited step: GEMMs that ran alike in one line each, their shapes, then what differed.
+
+    audit: the content of audit.json; before the schedule it was one step, without its number.
+    """
+    for step in audit.get("audits", [audit]):
+        when = f"in step {step['step']}" if "step" in step else "in the first step"
+        switch = f", after the switch {step['switch']}" if step.get("switch") else ""
+        yield ""
+        yield f"executed {when}{switch}"
+        linears, calls, shapes = Counter(), Counter(), {}
+        for row in step["gemms"]:
+            operands = "; ".join(
+                f"{role} {label(facts)}" for role, facts in row["operands"].items()
+            )
+            how = ", ".join(
+                f"{word}{row[key]}"
+                for key, word in (
+                    ("backend", ""),
+                    ("accumulate", "sum "),
+                    ("autocast", "autocast "),
+                )
+                if row.get(key)
+            )
+            kind = f"{row['gemm']:<6} {operands} -> {row['output']} ({how})"
+            linears[kind] += 1
+            calls[kind] += row["calls"]
+            if "shape" in row:
+                shapes.setdefault(kind, {})[" x ".join(map(str, row["shape"]))] = None
+        for kind in sorted(linears):
+            yield f"  {linears[kind]:>4} linears {calls[kind]:>6} calls  {kind}"
+            if kind in shapes:
+                yield f"{'':<28}M x N x K {', '.join(shapes[kind])}"
+        yield from (f"  {line}" for line in step["differences"] or ["as planned"])
 
 
 def _plain(value: Any) -> str:

@@ -1,6 +1,8 @@
 """Planted faults: a linear that computes something else than the plan says is always found."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +11,16 @@ from torch import nn
 from nvfp4 import backends
 from nvfp4.numerics.quantize import quantize
 from nvfp4.precision import audit
+from nvfp4.precision import call as bits_module
+from nvfp4.precision import linear as linear_module
 from nvfp4.precision.apply import apply_precision
 from nvfp4.precision.context import StepContext, use_context
+from nvfp4.precision.fingerprints import fingerprint, repeated
 from nvfp4.precision.operands import GEMMS
 from nvfp4.precision.policy import PrecisionConfig, Rule
 from nvfp4.precision.presets import PRESETS
 
+RANDOM_BITS = bits_module.random_bits
 CONFIG = PrecisionConfig(
     default="nvfp4", rules=(Rule("bf16", match="0"), Rule("fp8_block", match="4"))
 )
@@ -119,7 +125,9 @@ def test_other_policy_than_planned_is_caught(model):
          "2 dgrad: grad_output was e2m1 1x16 nearest, the plan says e2m1 1x16 stochastic"),
         (dict(hadamard=0),
          "2 wgrad: input was e2m1 1x16 nearest, the plan says e2m1 1x16 nearest hadamard16"),
-        (dict(signs="none"), "2 wgrad: input signs was none, the plan says fixed"),
+        (dict(signs="none"),
+         "2 wgrad: input was e2m1 1x16 nearest hadamard16 none-signs, the plan says e2m1 1x16 neare"
+         "st hadamard16"),
         (dict(scale_rule="before_2_14"),
          "2 fprop: input was e2m1 1x16 before_2_14 nearest, the plan says e2m1 1x16 nearest"),
     ],
@@ -168,7 +176,7 @@ def test_plain_operands_of_a_wrong_dtype_are_caught(model):
     x = torch.randn(16, 16)
     with audit.recording() as log:
         audit.record(
-            "0", "fprop", {"input": x, "weight": x.half()}, (1, 1, 1), x.dtype, "reference"
+            "0", "fprop", {"input": x, "weight": x.half()}, (16, 128, 64), x.dtype, "reference"
         )
     lines = [line for line in audit.compare(log, plan) if "ran" not in line]
     assert lines == [
@@ -193,7 +201,150 @@ def test_linears_outside_the_plan(model):
 def test_weight_gradients_below_fp32_are_caught(model, monkeypatch):
     model, plan = model
     gemm = backends.choose("reference").gemm
-    backend(monkeypatch, gemm=lambda a, b, out_dtype: gemm(a, b, out_dtype=out_dtype).bfloat16())
+    backend(
+        monkeypatch, gemm=lambda a, b, out_dtype, **_: gemm(a, b, out_dtype=out_dtype).bfloat16()
+    )
     lines = audit.compare(step(model), plan)
     assert "2 wgrad: result in bf16" in lines
     assert all(" wgrad: " in line for line in lines)
+
+
+# --- accumulation, backend, shape, autocast ---------------------------------------------------
+
+
+def one_gemm(**changes):
+    """The log of one BF16 fprop of linear "0", as planned but for the changes."""
+    x = torch.randn(16, 64).bfloat16()
+    call: Any = dict(name="0", gemm="fprop", operands={"input": x, "weight": x},
+                     shape=(16, 128, 64), out_dtype=x.dtype, backend="reference")  # fmt: skip
+    call |= changes
+    with audit.recording() as log:
+        audit.record(**call)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({}, None),
+        ({"accumulate": "sequential16"}, "accumulation was sequential16, the plan says fp32"),
+        ({"backend": "fast"}, "ran on fast, not on reference"),
+        ({"out_dtype": torch.float16}, "result in float16"),
+        ({"shape": (16, 64, 64)}, None),  # a tensor-parallel shard of the 128 x 64 weight
+        ({"shape": (16, 96, 64)}, "weight was 96 x 64, the plan says 128 x 64 or a shard of it"),
+        ({"shape": (16, 64, 32)}, "weight was 64 x 32, the plan says 128 x 64 or a shard of it"),
+    ],
+)
+def test_how_a_gemm_ran_is_compared(model, change, line):
+    lines = audit.compare(one_gemm(**change), model[1], names=["0"], backend="reference")
+    lines = [found for found in lines if ": ran 0 times" not in found]
+    assert lines == ([f"0 fprop: {line}"] if line else [])
+
+
+def test_an_autocast_around_a_gemm_is_caught(model, monkeypatch):
+    """Without the linear's own protection, autocast would round the FP32 products to BF16."""
+    model, plan = model
+    with torch.autocast("cpu", torch.bfloat16):
+        assert audit.compare(step(model), plan, 1) == []  # the linear keeps it out
+    monkeypatch.setattr(linear_module, "_exact", lambda like: nullcontext())
+    with torch.autocast("cpu", torch.bfloat16):
+        lines = audit.compare(step(model), plan, 1)
+    assert "2 fprop: an autocast to bf16 was on" in lines and len(lines) == 9
+
+
+# --- random bits ------------------------------------------------------------------------------
+
+
+def test_bits_of_several_micro_batches_are_all_different(model):
+    model, plan = model
+    log = step(model, passes=4)
+    assert {bits.key for bits in log.bits} == {
+        ("2", gemm, "grad_output") for gemm in ("dgrad", "wgrad")
+    }
+    assert sum(len(bits.rows) for bits in log.bits) == 4 * 2 * 32
+    assert audit.compare(log, plan, 4) == []
+
+
+def faulty_bits(monkeypatch, change):
+    """Let the linear draw bits at another address, or others altogether."""
+    draw = RANDOM_BITS
+    monkeypatch.setattr(bits_module, "random_bits", lambda **address: change(draw, address))
+
+
+@pytest.mark.parametrize(
+    ("fault", "first"),
+    [
+        (lambda draw, a: torch.zeros_like(draw(**a)),
+         "2 dgrad: 62 rows of random bits of grad_output were used again by itself"),
+        (lambda draw, a: draw(**{**a, "gemm": 1}),  # wgrad has dgrad's
+         "2 dgrad: 64 rows of random bits of grad_output were used again by 2 wgrad grad_output"),
+        (lambda draw, a: draw(**{**a, "sample": a["sample"] % 2}),  # both micro-batches alike
+         "2 dgrad: 32 rows of random bits of grad_output were used again by itself"),
+        (lambda draw, a: draw(**{**a, "position": a["position"] // 2}),  # two neighbours alike
+         "2 dgrad: 32 rows of random bits of grad_output were used again by itself"),
+    ],
+    ids=["constant", "gemm", "micro-batch", "position"],
+)  # fmt: skip
+def test_the_same_random_bits_twice_are_caught(model, monkeypatch, fault, first):
+    model, plan = model
+    faulty_bits(monkeypatch, fault)
+    lines = audit.compare(step(model, passes=2), plan, 2)
+    assert first in lines, lines
+    with pytest.raises(audit.AuditError, match="rows of random bits"):
+        audit.check(step(model, passes=2), plan, 2)
+
+
+def test_bits_of_a_weight_may_come_again_in_the_next_micro_batch():
+    """It is rounded once per micro-batch, each time alike; two weights must not share them."""
+    bits = torch.randint(256, (16, 32), dtype=torch.uint8)
+    with audit.recording() as log:
+        audit.record_bits("a", "fprop", "weight", bits)
+        audit.record_bits("a", "fprop", "weight", bits)
+    assert list(repeated(log.bits)) == []
+    with audit.recording() as log:
+        audit.record_bits("a", "fprop", "weight", bits)
+        audit.record_bits("b", "fprop", "weight", bits)
+        audit.record_bits("a", "fprop", "input", bits)
+        audit.record_bits("a", "fprop", "input", bits)
+    assert list(repeated(log.bits)) == [
+        "a fprop: 16 rows of random bits of weight were used again by b fprop weight",
+        "b fprop: 16 rows of random bits of weight were used again by a fprop input",
+        "a fprop: 16 rows of random bits of input were used again by itself",
+    ]
+    recomputed = [bits for bits in log.bits if bits.role == "input"]
+    assert list(repeated(recomputed, recomputed=True)) == []
+
+
+def test_short_rows_are_compared_as_a_whole():
+    """Rows of few bytes repeat by chance."""
+    few = torch.zeros(64, 4, dtype=torch.uint8)
+    with audit.recording() as log:
+        audit.record_bits("a", "wgrad", "input", few)
+        audit.record_bits("a", "wgrad", "grad_output", few + 1)
+    assert list(repeated(log.bits)) == []
+    with audit.recording() as log:
+        audit.record_bits("a", "wgrad", "input", few)
+        audit.record_bits("b", "wgrad", "input", few)
+    assert len(list(repeated(log.bits))) == 1
+
+
+def test_equal_fingerprints_mean_equal_rows():
+    """Small differences anywhere in a row, and swapped words, give other fingerprints."""
+    bits = torch.randint(256, (1, 40), dtype=torch.uint8)
+    rows = [bits]
+    for column in range(40):
+        rows.append(bits.clone())
+        rows[-1][0, column] ^= 1
+    rows.append(bits.roll(8, 1))
+    assert len(fingerprint(torch.cat(rows)).unique()) == 42
+    assert fingerprint(bits).equal(fingerprint(torch.cat([bits, bits[:, :0]], 1)))
+
+
+def test_stochastic_rounding_without_bits_is_caught(model, monkeypatch):
+    """A backend that takes none from the linear and rounds by numbers of its own."""
+    model, plan = model
+    monkeypatch.setattr(audit, "record_bits", lambda *args: None)
+    assert audit.compare(step(model), plan, 1) == [
+        f"2 {gemm}: grad_output was rounded stochastically 1 times, random bits were drawn 0 times"
+        for gemm in ("dgrad", "wgrad")
+    ]

@@ -291,6 +291,10 @@ WRONG_OVERRIDES = {
     "model.pattern=*M": "model.pattern: *M is not a YAML value; quote it: model.pattern='\"...\"'",
     "train.steps=many": 'train.steps: a whole number is due here, got "many"',
     "train.steps=0": "train.steps: must be greater than or equal to 1, got 0",
+    "optim.betas=[0.9, 0.95, 0.99]": "optim.betas: 2 values are due here, got [0.9, 0.95, 0.99]",
+    # the key that is upset stands in the file, what upsets it here
+    "train.global_batch_size=7": "train.micro_batch_size: train.global_batch_size 7 is no multiple "
+    "of it (4)",
     "train={steps: 1, stepz: 2}": 'train.stepz: unknown key; did you mean "steps"?',
     "run.dir=${oc.env:HOME}": "run.dir: ${oc.env:HOME}: only ${section.key} is understood; "
     "a recipe reads no environment variables and calls no functions",
@@ -302,6 +306,10 @@ WRONG_OVERRIDES = {
 @pytest.mark.parametrize("override", WRONG_OVERRIDES)
 def test_wrong_override(override):
     assert mistakes(TINY, override)[0] == f"command line: {WRONG_OVERRIDES[override]}"
+
+
+def test_pattern_of_mlp_blocks_on_the_command_line():
+    assert load("base: base\n", "model.pattern=---").model.pattern == "---"
 
 
 def test_several_mistakes_are_told_together_each_with_its_place():

@@ -95,11 +95,10 @@ def test_resumed_optimizer_counts_steps_once(recipe, world, tmp_path):
     assert len({s["step"].data_ptr() for s in inner.state.values()}) == len(inner.state)
 
 
+@pytest.mark.parametrize("recipe", ["distributed"], indirect=True)
 def test_without_the_repairs_a_load_fails_or_counts_wrong(recipe, world, tmp_path, monkeypatch):
     from nvfp4.engine import checkpoint, optimizer
 
-    if not recipe.parallel.distributed_optimizer:
-        pytest.skip("the plain optimizer needs no repair")
     state = checkpoint.TrainState(*build(recipe, world))
     step_with_gradients(state.model, state.optimizer)
     checkpoint.save(tmp_path, state, {}, recipe, world)

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from policy_oracle import LAYER, SEED, STEP, three_gemms
 from torch import nn
 
 from nvfp4 import backends
 from nvfp4.errors import UserError
-from nvfp4.numerics.formats import E4M3, FORMATS, decode
-from nvfp4.numerics.philox import random_bits
 from nvfp4.numerics.quantize import quantize, transpose
 from nvfp4.precision.context import StepContext, use_context
 from nvfp4.precision.linear import linear
 from nvfp4.precision.operands import policy_from_dict
+from nvfp4.precision.plan import LinearInfo, PlanRow, PrecisionPlan
 from nvfp4.precision.presets import PRESETS
+from nvfp4.precision.state import MethodState, use_state
 
-B, S, K, N = 2, 48, 64, 32  # batch, sequence, input and output features
-SEED, STEP, LAYER = 7, 3, 5
+B, S, K, N = 3, 128, 256, 128  # batch, sequence, input and output features
 HERE = StepContext(SEED, STEP)
 
 # The paper's policy with weights in 1x16: dgrad quantises the transposed weight afresh.
@@ -60,6 +60,12 @@ def numbers(*shape, seed=0, scale=1.0):
     return (values * torch.exp(torch.randn(*shape, generator=generator)) * scale).bfloat16()
 
 
+def fresh_state(policy):
+    """A MethodState for one linear of this policy."""
+    row = PlanRow.of(LinearInfo("fc", "linear", -1, N, K), policy, "test")
+    return MethodState(PrecisionPlan((row,)))
+
+
 def run(policy, x, w, dy, *, bias=None, main_grad=False, context=HERE, **kwargs):
     """y, dx, dw (and db) of one forward and backward; x is (batch, sequence, features)."""
     x, w = x.clone().requires_grad_(), nn.Parameter(w.clone())
@@ -67,52 +73,16 @@ def run(policy, x, w, dy, *, bias=None, main_grad=False, context=HERE, **kwargs)
         w.main_grad = torch.zeros(w.shape)
     if bias is not None:
         bias = nn.Parameter(bias.clone())
-    with use_context(context):
+    with use_context(context), use_state(fresh_state(policy)):
         y = linear(x, w, policy=policy, name="fc", layer=LAYER, bias=bias, **kwargs)
-    y.backward(dy)
+        y.backward(dy)
     dw = w.main_grad if main_grad else w.grad
     return (y.detach(), x.grad, dw) + (() if bias is None else (bias.grad,))
 
 
-def decode64(q):
-    """code * block scale * A / 2688 without any rounding."""
-    scale = q.block_scale.double() if q.amax is None else decode(q.block_scale, E4M3).double()
-    rows, columns = q.spec.block_shape
-    scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    values = decode(q.codes, FORMATS[q.spec.format]).double() * scale[: q.shape[0], : q.shape[1]]
-    return values if q.amax is None else values * q.amax.double() / 2688
-
-
 def oracle(policy, x, w, dy):
-    """y, dx, dw in FP64 from operands quantised here, straight from the operand table.
-
-    The random bits are addressed here too: gemm 1 and 2, operand 2, one sample per batch row.
-    """
-    x, dy = x.reshape(-1, K), dy.reshape(-1, N)
-    index = torch.arange(B * S)
-
-    def decoded(tensor, spec, gemm=None, transposed=False):
-        bits = None
-        if spec is not None and spec.rounding == "stochastic":
-            bits = random_bits(
-                seed=SEED, step=STEP, layer=LAYER, call=0, gemm=gemm, operand=2,
-                sample=index // S, position=index % S, feature_offset=0, num_features=N,
-            )  # fmt: skip
-        if transposed:
-            tensor, bits = tensor.t(), None if bits is None else bits.t()
-        if spec is None:
-            return tensor.double()
-        q = quantize(tensor, spec, random_bits=bits)
-        return decode64(q)
-
-    fprop, dgrad, wgrad = policy.fprop, policy.dgrad, policy.wgrad
-    y = decoded(x, fprop.input) @ decoded(w, fprop.weight).t()
-    dx = decoded(dy, dgrad.grad_output, 1) @ decoded(w, dgrad.weight, transposed=True).t()
-    dy_NM, x_KM = (
-        decoded(dy, wgrad.grad_output, 2, transposed=True),
-        decoded(x, wgrad.input, transposed=True),
-    )
-    return y, dx, dy_NM @ x_KM.t()
+    """y, dx, dw in FP64; see policy_oracle."""
+    return three_gemms(policy, x.reshape(-1, K), w, dy.reshape(-1, N), S)
 
 
 def relative(a, b):
@@ -128,7 +98,8 @@ def assert_rounded_once(got, exact):
     error = (got.float() - once.float()).abs()
     differ = error > 1e-9 * once.abs().max()
     assert differ.double().mean() <= 1e-3
-    assert (error <= once.float().abs() * 2**-7)[differ].all()
+    allowed = once.float().abs() * 2**-7 + 1e-6 * once.float().abs().max()
+    assert (error <= allowed)[differ].all()
 
 
 @by_name
@@ -356,7 +327,7 @@ def test_errors_name_the_linear():
     cases = [
         (numbers(16, K).half(), w, "linear 'fc': input is torch.float16; it must be bfloat16 or"),
         (numbers(16, K), w.double(), "linear 'fc': weight is torch.float64"),
-        (numbers(16, 32), w, "linear 'fc': input has 32 features, the weight takes 64"),
+        (numbers(16, 32), w, f"linear 'fc': input has 32 features, the weight takes {K}"),
         (
             numbers(16, K),
             numbers(40, K),

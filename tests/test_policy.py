@@ -10,11 +10,14 @@ from pydantic import TypeAdapter, ValidationError
 from nvfp4.errors import UserError
 from nvfp4.models.configs import list_linears
 from nvfp4.models.registry import get_model
-from nvfp4.precision.operands import GEMMS, policy_from_dict
+from nvfp4.precision.operands import GEMMS, facts, label, policy_from_dict
+from nvfp4.precision.plan import describe
 from nvfp4.precision.policy import (
     LinearInfo,
     PrecisionConfig,
     Rule,
+    Switch,
+    bf16_blocks,
     known_policies,
     resolve,
     select_blocks,
@@ -106,9 +109,9 @@ def both_ends(start, end, default="bf16"):
 
 ERRORS = [
     (dict(default="nvpf4"),
-     "precision.default: unknown policy 'nvpf4'; did you mean nvfp4? allowed: fp32, bf16, fp8_bl"),
+     "precision.default: unknown policy 'nvpf4'; did you mean nvfp4? allowed: fp32, bf16, fp8_cu"),
     (dict(rules=(Rule("fp8", match="*"),)),
-     "precision.rules[0].use: unknown policy 'fp8'; did you mean fp8_block?"),
+     "precision.rules[0].use: unknown policy 'fp8'; did you mean fp8_current?"),
     (dict(rules=(Rule("bf16", match="layers.*"),)),
      "precision.rules[0]: match 'layers.*' fits no linear; the 12 names run from decoder"),
     (dict(rules=(Rule("bf16", kind="mamba.inproj"),)),
@@ -136,9 +139,51 @@ ERRORS = [
      "precision.policies.mine.fprop: unknown operand 'grad_output'; allowed: input, weight"),
     (mine(base="nvfp4", fprop={"input": {"round": "x"}}),
      "precision.policies.mine.fprop.input: unknown field 'round'; did you mean rounding?"),
-    (mine(base="nvfp4", fprop={"input": {"block": "1x32"}}),
-     "precision.policies.mine.fprop.input: block: '1x32' is not one of"),
-    (mine(base="nvfp4", fprop="bf16"), "precision.policies.mine.fprop: 'bf16' is no operand table"),
+    (mine(base="nvfp4", fprop={"input": {"block": "1x17"}}),
+     "precision.policies.mine.fprop.input: unknown block '1x17'; did you mean 1x1"),
+    (mine(base="nvfp4", fprop={"input": {"format": "e3m2"}}),
+     "precision.policies.mine.fprop.input: unknown format 'e3m2'; did you mean e"),
+    (mine(base="nvfp4", fprop=["bf16"]),
+     "precision.policies.mine.fprop: ['bf16'] is no operand table; write null, the name of a"),
+    (mine(base="nvfp4", dgrad="mxpf8"),
+     "precision.policies.mine.dgrad: unknown policy 'mxpf8'; did you mean mxfp8?"),
+    (mine(fprop={"input": {"format": "e2m1"}}),
+     "mine.fprop.input: the base policy does not quantise this operand, so its spec must be"),
+    (mine(base="nvfp4", dgrad={"source": "forwards"}),
+     "mine.dgrad.source: unknown source 'forwards'; did you mean forward? allowed: original, forw"),
+    (mine(base="nvfp4", fprop={"source": "forward"}), "mine.fprop: unknown operand 'source'"),
+    (mine(base="nvfp4", accumulate="fp16"),
+     "precision.policies.mine.accumulate: unknown accumulate 'fp16'; did you mean fp"),
+    (mine(base="nvfp4", split="means"), "mine.split: unknown split 'means'; did you mean mean?"),
+    (mine(base="fp8_delayed", amax_history=0),
+     "precision.policies.mine: amax_history is 0; it must be a whole number of 1 or more"),
+    (mine(base="fp8_delayed", margin=-1), "mine: margin is -1; it must be a whole number of 0"),
+    (mine(base="fp8_delayed", split="mean"), "mine: split mean does not go with delayed scaling"),
+    (mine(base="nvfp4", split="hot_channels"),
+     "mine: split_fraction is 0.0; hot_channels needs a share of the input features above 0"),
+    (mine(base="nvfp4", split_fraction="x"), "mine.split_fraction: 'x' is no number"),
+    (mine(base="nvfp4", split_fraction=0.1), "mine: split_fraction is 0.1, but split is none"),
+    (mine(base="bf16", split="hot_channels", split_fraction=0.1),
+     "mine: split hot_channels: fprop.input must be quantised, and not rotated"),
+    (mine(base="nvfp4", by_kind=["attention.*"]), "mine.by_kind: ['attention.*'] is no mapping"),
+    (dict(default="mine", **mine(base="nvfp4", by_kind={"mlp.*": "mxfp"})),
+     "precision.policies.mine.by_kind: unknown policy 'mxfp'; did you mean mxfp8?"),
+    (mine(base="nvfp4", wgrad={"input": {"hadamard": 0}}),
+     "precision.policies.mine: wgrad: both operands must be rotated alike for the rotation"),
+    (mine(base="nvfp4", wgrad={"input": {"signs": "none"}}),
+     "grad_output has hadamard 16 with fixed signs, input has hadamard 16 with none signs"),
+    (mine(base="nvfp4", wgrad={"input": None}),
+     "grad_output has hadamard 16 with fixed signs, input has hadamard 0 with no signs"),
+    (mine(base="quartet2", fprop={"input": {"hadamard": 16}, "weight": {"hadamard": 16}}),
+     "mine: dgrad.source forward: the weight of fprop is rotated along another dimension"),
+    (mine(base="four_over_six", fprop={"input": {"hadamard": 16}, "weight": {"hadamard": 16}}),
+     "precision.policies.mine.fprop.input: "),
+    (dict(default="fp8_block, nvfp4"),
+     "precision.default names fp8_block and nvfp4 for the same linears; write one of them, and"),
+    (dict(rules=(Rule("fp8_block", kind="mlp.*"), Rule("nvfp4", kind="mlp.*"))),
+     "decided by rules[0] kind 'mlp.*', for fp8_block instead of nvfp4; delete one of the two"),
+    (both_ends(0.5, 0.6, "nvfp4"), "3 first and 4 last blocks in bf16 leave none of the 6 blocks"),
+    (both_ends(0, 1.5), "num_layers_at_end_in_bf16 is 1.5; it must be 0 or more blocks, or a fra"),
     (mine(compute_dtype="fp16"), "precision.policies.mine.compute_dtype: unknown dtype 'fp16'"),
     (mine(name="yours"), "precision.policies.mine.name is 'yours'; leave it out, or write 'mine'"),
 ]  # fmt: skip
@@ -159,7 +204,7 @@ def test_dimension_that_does_not_divide():
         UserError, match=r"layers.0.fc: out_features is 40, which nvfp4 cannot cut"
     ) as e:
         resolve(odd, PrecisionConfig(default="nvfp4"))
-    assert "exclude it by precision.rules=[{use: bf16, match: layers.0.fc}]" in str(e.value)
+    assert 'exclude it by precision.rules=[{use: bf16, match: "layers.0.fc"}]' in str(e.value)
     excluded = PrecisionConfig(default="nvfp4", rules=(Rule("bf16", match="layers.0.fc"),))
     assert resolve(odd, excluded).policy_of("layers.0.fc").name == "bf16"
 
@@ -207,7 +252,145 @@ def test_policies_of_a_recipe():
 def test_policy_survives_json(policy):
     data = json.loads(json.dumps(policy.to_dict()))
     assert policy_from_dict(policy.name, data, {}, "here") == policy
-    assert list(data) == ["name", "compute_dtype", *GEMMS]
+    assert list(data)[:5] == ["name", "compute_dtype", *GEMMS]
+    assert "\n" not in repr(policy) and hash(policy) == hash(replace(policy))
+
+
+def operands(name):
+    """Role -> what a reader of the table needs to know, for a preset."""
+    return {
+        f"{gemm}.{role}": label(facts(spec, "bf16"))
+        for gemm in GEMMS
+        for role, spec in PRESETS[name].operands(gemm).items()
+    }
+
+
+NAMES = (
+    "fp32 bf16 fp8_current fp8_delayed fp8_block mxfp8 mxfp4_ocp mxfp4_paper nvfp4 nvfp4_naive "
+    "nvfp4_1d nvfp4_row_scaled four_over_six nemotron3 quartet2 averis ue5m3 mxfp4_tseng"
+)
+
+
+def test_every_published_method_is_a_preset():
+    assert set(NAMES.split()) <= PRESETS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("fp8_current", ["e4m3 tensor fp32-scales nearest"] * 2
+         + ["e5m2 tensor fp32-scales nearest", "e4m3 tensor fp32-scales nearest"] * 2),
+        ("mxfp8", ["e4m3 1x32 e8m0-scales rceil nearest"] * 6),
+        ("nvfp4_naive", ["e2m1 1x16 nearest"] * 6),
+        ("mxfp4_ocp", ["e2m1 1x32 e8m0-scales floor nearest"] * 6),
+        ("mxfp4_paper", [
+            "e2m1 1x32 e8m0-scales rceil nearest", "e2m1 32x32 e8m0-scales rceil nearest",
+            "e2m1 1x32 e8m0-scales rceil stochastic", "e2m1 32x32 e8m0-scales rceil nearest",
+            "e2m1 1x32 e8m0-scales rceil stochastic hadamard32",
+            "e2m1 1x32 e8m0-scales rceil nearest hadamard32"]),
+        ("nvfp4_row_scaled", [
+            "e2m1 1x16 row-amax nearest", "e2m1 16x16 nearest", "e2m1 1x16 stochastic",
+            "e2m1 16x16 nearest", "e2m1 1x16 stochastic hadamard16",
+            "e2m1 1x16 nearest hadamard16"]),
+        ("four_over_six", [
+            "e2m1 1x16 four_over_six_mse range256 nearest",
+            "e2m1 16x16 four_over_six_mse range256 nearest", "e2m1 1x16 stochastic",
+            "e2m1 16x16 four_over_six_mse range256 nearest", "e2m1 1x16 stochastic hadamard16",
+            "e2m1 1x16 nearest hadamard16"]),
+        ("quartet2", ["e2m1 1x16 nearest"] * 2
+         + ["e2m1 1x16 eden nearest hadamard128 step-signs"] * 4),
+        ("mxfp4_tseng", ["bf16"] * 2
+         + ["e2m1 1x32 e8m0-scales floor_3_4 stochastic hadamard64 step-signs"] * 4),
+    ],
+)  # fmt: skip
+def test_operands_of_presets(name, table):
+    assert list(operands(name).values()) == table
+
+
+def test_nemotron3_by_kind():
+    """Attention in BF16, Mamba's output projection in MXFP8, as the technical reports say."""
+    plan = plan_of(default="nemotron3", num_layers_at_end_in_bf16=1)
+    chosen = {(row.block, row.kind): (row.policy.name, row.reason) for row in plan.rows}
+    assert chosen[0, "mamba.in_proj"] == ("nemotron3", "default")
+    assert chosen[0, "mamba.out_proj"] == ("mxfp8", "default, nemotron3 by_kind mamba.out_proj")
+    assert chosen[5, "mlp.up"] == ("bf16", "last block")
+    assert plan.notes == (
+        "note: nemotron3 has bf16 for attention.*, and this model has no such linear",
+    )
+    assert plan.notes[0] in plan.summary()
+    own = dict(default="own", policies={"own": {"base": "nemotron3", "by_kind": {"mlp.*": "fp32"}}})
+    assert {row.policy.name for row in plan_of(**own).rows} == {"own", "fp32"}
+    assert not plan_of(**own).notes
+
+
+def test_unused_policies_are_noted():
+    defined = {
+        "base_of_used": {"base": "nvfp4"},
+        "gemm_of_used": {"base": "mxfp8"},
+        "used": {"base": "base_of_used", "dgrad": "gemm_of_used"},
+        "idle": {"base": "nvfp4"},
+        "of_a_switch": {"base": "bf16"},
+    }
+    plan = plan_of(
+        default="used",
+        policies=defined,
+        schedule=(Switch(at=0.5, gemms=("fprop",), to="of_a_switch"),),
+    )
+    assert plan.notes == ("note: no linear uses precision.policies.idle",)
+
+
+def test_mixed_directions():
+    """Any GEMM may be done as any policy does it, and its FLOPs count by themselves."""
+    mixed = {
+        "fp4_then_mx": {"base": "nvfp4", "dgrad": "mxfp8", "wgrad": "mxfp8"},
+        "only_backward": {"base": "nvfp4", "fprop": "bf16"},
+    }
+    plan = plan_of(
+        default="fp4_then_mx", rules=(Rule("only_backward", kind="mlp.*"),), policies=mixed
+    )
+    first, last = plan.rows[0].policy, plan.rows[-1].policy
+    assert first.fprop == PRESETS["nvfp4"].fprop and first.wgrad == PRESETS["mxfp8"].wgrad
+    assert last.fprop == PRESETS["bf16"].fprop and last.wgrad == PRESETS["nvfp4"].wgrad
+    assert first.multiples == {"tokens": 32, "out_features": 32, "in_features": 16}
+    mlp = plan.flops_shares()["only_backward"]
+    shares = plan.format_shares()
+    assert shares == pytest.approx({
+        "e2m1": (1 - mlp) / 3 + 2 * mlp / 3, "e4m3": 2 * (1 - mlp) / 3, "bf16": mlp / 3,
+    })  # fmt: skip
+    assert f"GEMM FLOPs by format: e2m1 {100 * shares['e2m1']:.1f} %" in plan.summary()
+
+
+def test_fractions_of_the_depth():
+    """Rounded up, exactly: 0.07 of 100 are 7 although 0.07 * 100 is above 7 in floating point."""
+    for fraction, depth, blocks in [(0.15, 62, 10), (0.07, 100, 7), (0.5, 6, 3), (0.01, 6, 1)]:
+        assert bf16_blocks(PrecisionConfig(num_layers_at_end_in_bf16=fraction), depth) == (
+            0,
+            blocks,
+        )
+    plan = plan_of(default="nvfp4", num_layers_at_end_in_bf16=0.3)
+    assert [row.policy.name for row in plan.rows].count("bf16") == 4
+    section = TypeAdapter(PrecisionConfig)
+    for value, kind in ((2, int), (0.15, float)):
+        read = section.validate_python({"num_layers_at_end_in_bf16": value})
+        assert type(read.num_layers_at_end_in_bf16) is kind
+
+
+def test_words_tell_policies_apart():
+    """Resuming compares them: every field that changes numbers changes what describe says."""
+    changes = [
+        {}, {"accumulate": "fp64"}, {"split": "mean"}, {"dgrad": {"source": "forward"}},
+        {"split": "hot_channels", "split_fraction": 0.1},
+        {"split": "hot_channels", "split_fraction": 0.2},
+        {"wgrad": {role: {"signs": "step"} for role in ("grad_output", "input")}},
+        {"fprop": {"input": {"second_level": "row"}}},
+    ]  # fmt: skip
+    policies = [policy_from_dict("p", {"base": "nvfp4", **one}, PRESETS, "here") for one in changes]
+    policies += [
+        policy_from_dict("p", {"base": "fp8_delayed", **one}, PRESETS, "here")
+        for one in ({}, {"amax_history": 16}, {"amax_algorithm": "most_recent"}, {"margin": 1})
+    ]
+    words = [" ".join(describe(policy, gemm) for gemm in GEMMS) for policy in policies]
+    assert len(set(words)) == len(words)
 
 
 def test_the_presets_are_the_papers():
@@ -232,7 +415,9 @@ def test_the_presets_are_the_papers():
     }
     assert [fp8.fprop.weight.block, fp8.dgrad.weight.block] == ["128x128"] * 2
     assert not PRESETS["bf16"].specs and not PRESETS["fp32"].specs
-    assert [policy.token_multiple for policy in PRESETS.values()] == [1, 1, 1, 16]
+    assert [
+        PRESETS[name].multiples["tokens"] for name in ("fp32", "bf16", "fp8_block", "nvfp4")
+    ] == [1, 1, 1, 16]
 
 
 def test_12b_keeps_20_of_124_linears_in_bf16():

@@ -55,6 +55,12 @@ class Metrics:
                 self._tensorboard.add_scalar(tag, value, row["step"])
         self._line.show(row, seconds, tokens)
 
+    def note(self, step: int, text: str) -> None:
+        """Say that something happens in a step, here and on the TensorBoard page."""
+        self._line.note(text)
+        if self._tensorboard is not None:
+            self._tensorboard.add_text("precision/switch", text, step)
+
     def write_failure(self, row: dict) -> None:
         """The step that could not be used, NaN and all: analysis sees that the run broke, a resume
         drops the line."""
@@ -135,6 +141,11 @@ class ProgressLine:
         elif worth_keeping:
             print(self._text(row), file=self.stream, flush=True)
         self._first = False
+
+    def note(self, text: str) -> None:
+        """A line of its own, which stays."""
+        self.stream.write(f"\r\x1b[K{text}\n" if self.in_place else f"{text}\n")
+        self.stream.flush()
 
     def end(self) -> None:
         """Leave the terminal's cursor on a fresh line."""

@@ -110,21 +110,34 @@ class RunFolder:
             temporary.write_text(text)
             temporary.replace(self.path / name)
 
-    def write_audit(self, log: AuditLog, differences: list[str]) -> None:
-        """audit.json: what each GEMM of the first step of this process executed, with counts, and
-        what differed."""
+    def write_audit(
+        self, step: int, log: AuditLog, differences: list[str], switch: str | None = None
+    ) -> None:
+        """Add to audit.json what each GEMM of a step executed, with counts, and what differed."""
         counts = Counter(
-            (entry.name, entry.gemm, entry.backend, entry.out_dtype, json.dumps(entry.operands))
+            (entry.name, entry.gemm, entry.backend, entry.accumulate, entry.autocast,
+             entry.out_dtype, entry.shape, json.dumps(entry.operands))
             for entry in log.records
-        )
+        )  # fmt: skip
         rows = [
-            {"linear": name, "gemm": gemm, "calls": calls, "backend": backend, "output": output,
-             "operands": json.loads(operands)}
-            for (name, gemm, backend, output, operands), calls in counts.items()
+            {"linear": name, "gemm": gemm, "calls": calls, "backend": backend,
+             "accumulate": accumulate, **({"autocast": autocast} if autocast else {}),
+             "output": output, "shape": list(shape), "operands": json.loads(operands)}
+            for (name, gemm, backend, accumulate, autocast, output, shape, operands), calls
+            in counts.items()
         ]  # fmt: skip
-        self.write(
-            "audit.json", json.dumps({"differences": differences, "gemms": rows}, indent=1) + "\n"
-        )
+        entry = {"step": step, "switch": switch, "differences": differences, "gemms": rows}
+        self._write_audits([*read_audits(self.path), entry])
+
+    def drop_audits(self, step: int) -> None:
+        """Forget the audits of a step and of those after it, which are to be trained again."""
+        if self.main and (audits := read_audits(self.path)):
+            self._write_audits([one for one in audits if one.get("step", 1) < step])
+
+    def _write_audits(self, audits: list[dict]) -> None:
+        differences = [line for one in audits for line in one["differences"]]
+        content = {"differences": differences, "audits": audits}
+        self.write("audit.json", json.dumps(content, indent=1) + "\n")
 
     def write_environment(
         self, environment: dict, echo: Callable[[str], None], *, resumed: bool
@@ -142,12 +155,24 @@ class RunFolder:
         self.write("env.json", json.dumps(environment, indent=1) + "\n")
 
 
-def identity(recipe: Recipe, prepared) -> dict[str, str]:
-    """What makes a run this run, flat: a checkpoint is continued under the same values or not at
-    all.
+def read_audits(folder: Path) -> list[dict]:
+    """The audited steps of audit.json; none if it is missing or damaged. Versions before the
+    schedule wrote the one step of the last process alone, without its number."""
+    try:
+        found = json.loads((folder / "audit.json").read_text())
+        audits = found["audits"] if "audits" in found else [found]
+        return [one for one in audits if "gemms" in one]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def identity(recipe: Recipe, prepared, step: int) -> dict[str, str]:
+    """What makes a run this run after a step, flat: a checkpoint is continued under the same values
+    or not at all.
 
     Model shape, numerics of every linear, data, seed, dtype and batch. Steps, schedule, learning
-    rate, layout and backend may change: they do not alter what has been learnt.
+    rate, layout and backend may change: they do not alter what has been learnt. For the same reason
+    a switch of precision belongs to it only once it has happened.
     """
     found = {
         "data": prepared.hash,
@@ -157,7 +182,15 @@ def identity(recipe: Recipe, prepared) -> dict[str, str]:
     }
     found |= flat({"model": recipe.model_dump(mode="json", exclude={"model": {"name"}})["model"]})
     found |= {f"precision of {row.name}": row.policy.name for row in recipe.plan.rows}
-    for name, policy in recipe.plan.policies.items():
+    policies = dict(recipe.plan.policies)
+    for switch in recipe.switches:
+        if switch.step <= step:
+            policies |= switch.plan.policies
+            found |= {
+                f"precision of {name} from step {switch.step}": switch.plan.policy_of(name).name
+                for name in switch.changed
+            }
+    for name, policy in policies.items():
         found |= {f"policy {name} {gemm}": describe(policy, gemm) for gemm in GEMMS}
     return {key: str(value) for key, value in found.items()}
 

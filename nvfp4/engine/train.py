@@ -11,6 +11,7 @@ from pathlib import Path
 from nvfp4 import backends
 from nvfp4.config import Recipe
 from nvfp4.engine import parallel
+from nvfp4.engine.execution import Execution, write_plans
 from nvfp4.engine.gemm_error import gemm_error
 from nvfp4.engine.metrics import Metrics
 from nvfp4.engine.runfolder import (
@@ -25,7 +26,6 @@ from nvfp4.engine.runfolder import (
 from nvfp4.engine.signals import StopRequest
 from nvfp4.errors import UserError
 from nvfp4.models.configs import count_parameters
-from nvfp4.precision import audit
 
 Echo = Callable[[str], None]
 
@@ -122,11 +122,13 @@ def _train(
     state = checkpoint.TrainState(model, optimizer, build_schedule(recipe, optimizer))
 
     # where the run stands
-    who = identity(recipe, prepared)
+    who = functools.partial(identity, recipe, prepared)
     saved, found = folder.path, checkpoint.find_newest(folder.path, echo, world)
     if found:
         saved, record = found
-        checkpoint.check_identity(saved, record, who, recipe.checkpoint.allow_changes, echo)
+        checkpoint.check_identity(
+            saved, record, who(record["step"]), recipe.checkpoint.allow_changes, echo
+        )
         if record["step"] >= recipe.steps:
             echo(f"{saved} is at step {record['step']}, the recipe ends at {recipe.steps}: done")
             return
@@ -138,11 +140,14 @@ def _train(
     folder.write_environment(env, echo, resumed=bool(found))
     folder.write("recipe.yaml", recipe.to_yaml())
     if world.main:
-        recipe.plan.write_csv(folder.path / "plan.csv")
+        write_plans(recipe, folder.path)
+    execution = Execution(
+        recipe, model, linears, folder, backend, calls=accumulation, first=state.step + 1
+    )
 
     # the steps
     with StopRequest() as stop, _metrics(recipe, folder, state.step, world) as metrics:
-        first, stopping = state.step + 1, False
+        stopping = False
         while state.step < recipe.steps and not stopping:
             began, step = time.perf_counter(), state.step + 1
             batches = micro_batches(
@@ -153,11 +158,11 @@ def _train(
                 world=world,
             )
             tokens = step * recipe.tokens_per_step
+            switch = execution.begin(step)
+            if switch and metrics:
+                metrics.note(step, f"step {step}: switch of precision: {switch}")
             try:
-                with (
-                    gemm_error(recipe, folder, world, step),
-                    _audited(recipe, linears, accumulation, folder, active=step == first),
-                ):
+                with gemm_error(recipe, folder, world, step), execution.audited():
                     loss = forward_backward(recipe, model, batches, accumulation, step, world)
                 lr, grad_norm = update(optimizer, state.schedule, batch_size, step, loss)
             except TrainingError as error:
@@ -169,6 +174,8 @@ def _train(
 
             last = step == recipe.steps
             row = dict(step=step, tokens=tokens, loss=loss, grad_norm=grad_norm, lr=lr)
+            if switch:
+                row["switch"] = switch
             if last or step % settings.valid_every == 0:
                 row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
             if metrics:
@@ -178,7 +185,7 @@ def _train(
             if last or stopping or step % recipe.checkpoint.every == 0:
                 if metrics:
                     metrics.sync()
-                saved = checkpoint.save(folder.path, state, who, recipe, world)
+                saved = checkpoint.save(folder.path, state, who(step), recipe, world)
     if state.step == recipe.steps:
         echo(f"finished: {recipe.steps} steps, last checkpoint {saved}")
     else:
@@ -202,24 +209,6 @@ def _metrics(recipe: Recipe, folder: RunFolder, step: int, world: parallel.World
     )
 
 
-@contextlib.contextmanager
-def _audited(
-    recipe: Recipe, linears: frozenset[str], calls: int, folder: RunFolder, *, active: bool
-):
-    """In the first step of a process: hold what each GEMM executed against the plan.
-
-    Raises AuditError if they differ: a run whose linears are silently BF16 would show perfect
-    parity. audit.json keeps what was seen, either way.
-    """
-    if not active:
-        yield
-        return
-    with audit.recording() as log:
-        yield
-    folder.write_audit(log, audit.compare(log, recipe.plan, calls, names=linears))
-    audit.check(log, recipe.plan, calls, names=linears)
-
-
 def _introduce(
     recipe: Recipe, backend: backends.Backend, world: parallel.World, parameters: int, echo: Echo
 ) -> None:
@@ -228,6 +217,8 @@ def _introduce(
     echo(f"{recipe.run.name}: {parameters:,} parameters, blocks {recipe.model.pattern}, "
          f"in {recipe.run.dir}")  # fmt: skip
     echo(recipe.plan.summary())
+    for switch in recipe.switches:
+        echo(f"from step {switch.step}: {switch.text}")
     for reason in backend.reasons:
         echo(f"backend {reason}")
     echo(

@@ -4,6 +4,7 @@ Matplotlib's Figure objects are used without pyplot: no window, no global state,
 Colours are Okabe and Ito's, which the colour-blind can tell apart; the reference is always black.
 """
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +92,7 @@ def parity_figure(parity: Parity) -> "Figure":
             axes.set_xlim(0, end / scale * 1.005)
         _draw_losses(upper, parity, scale)
         _draw_gaps(lower, parity, scale)
+        _draw_switches(upper, lower, parity, scale)
         upper.annotate(
             "judged",
             ((start + end) / 2 / scale, 1),
@@ -104,6 +106,32 @@ def parity_figure(parity: Parity) -> "Figure":
         lower.set_xlabel(f"tokens ({word})" if word else "tokens")
         upper.set_title(_title(parity))
     return figure
+
+
+def _draw_switches(upper: "Axes", lower: "Axes", parity: Parity, scale: float) -> None:
+    """A dotted line through both panels where a run's precision changed, with what changed."""
+    runs = [(parity.reference, REFERENCE), *((c.run, colour) for c, colour in _coloured(parity))]
+    several: dict[tuple[float, str], str] = {}  # runs that switch alike share one line
+    for run, colour in runs:
+        for tokens, text in run.switches:
+            several.setdefault((tokens, text), colour)
+    for (tokens, text), colour in several.items():
+        for axes in (upper, lower):
+            axes.axvline(tokens / scale, color=colour, lw=1.2, ls=":")
+        short = re.sub(r" in \d+ of \d+ linears", "", text)
+        upper.annotate(
+            short.replace("; ", "\n"),
+            (tokens / scale, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, -4),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            color=colour,
+            fontsize=8.5,
+            bbox=dict(facecolor="white", alpha=0.8, lw=0, pad=1),
+        )
 
 
 def save_png(figure: "Figure", path: Path) -> None:

@@ -2,7 +2,8 @@
 
 A run folder holds (written by `nvfp4 train`, read here)
 
-    metrics.jsonl   one row per step: step, tokens (cumulative), loss; valid_loss where evaluated
+    metrics.jsonl   one row per step: step, tokens (cumulative), loss; valid_loss where evaluated;
+                    switch where the precision changed
     recipe.yaml     the resolved recipe; env.json: data_hash, versions, device, backend
     perf.jsonl      wall-clock values; optional here, since no comparison depends on them
 
@@ -46,6 +47,7 @@ class Run:
     train: Curve
     valid: Curve  # may be empty
     perf: tuple[Mapping[str, Any], ...]
+    switches: tuple[tuple[float, str], ...] = ()  # (tokens when it happened, what changed)
 
     @property
     def data_hash(self) -> str:
@@ -109,6 +111,7 @@ def load_run(path: str | Path) -> Run:
         train=train,
         valid=valid,
         perf=tuple(row for _, row in _read_jsonl(perf)) if perf.exists() else (),
+        switches=_switches(rows, float(train.tokens[-1] / steps[-1])),
     )
 
 
@@ -186,6 +189,15 @@ def _curves(
             np.array([count for count, _ in valid], dtype=np.int64),
             np.array([loss for _, loss in valid], dtype=np.float64),
         ),
+    )
+
+
+def _switches(
+    rows: Sequence[tuple[int, Mapping[str, Any]]], tokens_per_step: float
+) -> tuple[tuple[float, str], ...]:
+    """Changes of precision, one step before the end of their row's step, which its tokens say."""
+    return tuple(
+        (row["tokens"] - tokens_per_step, str(row["switch"])) for _, row in rows if "switch" in row
     )
 
 

@@ -70,6 +70,9 @@ E5M2 = Format(
 )
 FORMATS = {fmt.name: fmt for fmt in (E2M1, E4M3, E5M2)}
 
+# Scales only, no sign: every code of a byte is a magnitude, the last one NaN; up to 114688.
+UE5M3 = Format("ue5m3", 5, 3, 15, 114688.0, 0xFF, ((0xFF, math.nan),))
+
 
 def _float_bits(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
@@ -112,6 +115,16 @@ def encode(x: Tensor, fmt: Format, random_bits: Tensor | None = None) -> Tensor:
 @lru_cache
 def _table(fmt: Format, device: torch.device) -> Tensor:
     return torch.tensor(fmt.values(), dtype=torch.float32, device=device)
+
+
+def decode_e8m0(codes: Tensor) -> Tensor:
+    """2^(code - 127); code 0 is 2^-127, subnormal in FP32, and code 255 is NaN.
+
+    codes: any shape, uint8. Returns float32 of that shape. Source: OCP MX v1.0 section 5.4.1.
+    """
+    wide = codes.to(torch.int32)
+    pattern = torch.where(wide == 0, 1 << 22, wide << 23)
+    return torch.where(wide == 255, torch.nan, pattern.view(torch.float32))
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:

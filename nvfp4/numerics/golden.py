@@ -158,8 +158,9 @@ def check_file(path: Path) -> FileReport:
         kind = type(error).__name__
         report.difference = f"cannot be read as .npz ({kind}); is the file complete?"
         return report
+    shared = cases.pop("input", {}) if len(cases) > 1 else {}
     for name, arrays in cases.items():
-        case = Case(path.stem, name, arrays)
+        case = Case(path.stem, name, arrays, shared)
         report.cases += 1
         missing = unimplemented(case)
         if missing is None:

@@ -1,7 +1,9 @@
 """One golden case: its arrays, and what the words of its names say.
 
 Options are words of the case name, then of the file name: `2d`/`1d`, `rht`/`norht`, `nosign`,
-`external`, `1dw`, `pow2`, `1x128`/`128x128`, `e5m2`, and the formats in `unimplemented`.
+`external`, `1dw`, `pow2`, `1x128`/`128x128`, `e5m2`, `4over6`, `rowscaled`, `mxfp4`, `mxfp8`,
+`current`, `delayed`, scale rules. A case named `input` holds inputs of the cases whose names begin
+with theirs.
 """
 
 import re
@@ -36,11 +38,15 @@ class Check:
 
 @dataclass
 class Case:
-    """Arrays by name. `used` were inputs, `superseded` have a _kernel sibling that decides."""
+    """Arrays by name. `used` were inputs, `superseded` have a _kernel sibling that decides.
+
+    shared: the arrays of the file's case `input`.
+    """
 
     file: str
     name: str
     arrays: dict[str, np.ndarray]
+    shared: dict[str, np.ndarray] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     superseded: set[str] = field(default_factory=set)
 
@@ -69,18 +75,25 @@ class Case:
 
     def tensor(self, array: str) -> Tensor:
         """An input array; uint16 are BF16 bit patterns. ValueError if the case lacks it."""
-        if array not in self.arrays:
+        if array not in self.arrays and array not in self.shared:
             raise ValueError(f"input {array} is missing")
         self.used.add(array)
-        values = np.ascontiguousarray(self.arrays[array])
+        values = np.ascontiguousarray({**self.shared, **self.arrays}[array])
         if values.dtype == np.uint16:
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
 
     def find(self, name: str) -> str | None:
         """The array that holds input `name`: with or without its dtype suffix."""
-        found = (name + suffix for suffix in ("", "_bf16", "_fp16", "_fp32"))
-        return next((array for array in found if array in self.arrays), None)
+        found = [name + suffix for suffix in ("", "_bf16", "_fp16", "_fp32")]
+        own = next((array for array in found if array in self.arrays), None)
+        return own or next((array for array in found if array in self.shared), None)
+
+    @property
+    def shared_input(self) -> str | None:
+        """The input of the file that this case's name begins with, if it has none of its own."""
+        first = re.split(r"[_\-/. ]+", self.name)[0]
+        return first if self.shared and self.find("x") is None and self.find(first) else None
 
     def matrix(self, name: str) -> Tensor:
         """Input `name` as a matrix (leading dimensions flattened)."""
@@ -90,14 +103,5 @@ class Case:
 
 def unimplemented(case: Case) -> str | None:
     """The format of this case if this floor does not have it, else None."""
-    for name in ("mxfp4", "mxfp8"):
-        if case.says(name):
-            return name
-    for name in ("4over6", "rowscaled"):
-        if case.says(name):
-            return f"nvfp4 {name}"
-    for name in ("current", "delayed"):
-        if case.says("fp8") and case.says(name):
-            return f"fp8 {name} scaling"
-    row_amax = case.arrays.get("amax_row")
-    return "nvfp4 rowscaled" if row_amax is not None and row_amax.size > 1 else None
+    elsewhere = ("mxfp6", "mxint8", "hif4", "nf4", "int4", "if4")
+    return next((name for name in elsewhere if case.says(name)), None)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4.errors import UserError
-from nvfp4.numerics import hadamard, scaling
-from nvfp4.numerics.formats import E4M3, FORMATS, decode, encode
+from nvfp4.numerics import eden, four_over_six, hadamard, mx, scaling
+from nvfp4.numerics.formats import E4M3, FORMATS, UE5M3, decode, decode_e8m0, encode
 from nvfp4.numerics.spec import QuantSpec
 
 _INPUT_MAX = {  # largest number of each input dtype
@@ -20,6 +20,7 @@ _INPUT_MAX = {  # largest number of each input dtype
     torch.bfloat16: scaling.BF16_MAX,
     torch.float16: 65504.0,
 }
+_SCALE_FORMATS = {"e4m3": E4M3, "ue5m3": UE5M3}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,18 +28,22 @@ class QuantizedTensor:
     """A quantised matrix (M, K) as plain tensors. Blocks of (r, c) elements share a scale.
 
     codes        (M, K) uint8, one element code per byte
-    block_scale  (ceil(M/r), ceil(K/c)): E4M3 codes (uint8) for NVFP4, float32 decode scales for FP8
-    amax         float32 (): the tensor's amax for NVFP4 (its scale is 2688/amax); None for FP8
+    block_scale  (ceil(M/r), ceil(K/c)): E4M3, UE5M3 or E8M0 codes (uint8), or float32 decode
+                 scales for FP8
+    amax         float32: () of the tensor, (M, 1) of its rows, (M, K/128) of outer blocks, as
+                 spec.second_level says (a second-level scale is range/amax); None without one
     spec         how it was made; a rotated tensor (spec.hadamard) holds rotated values
+    signs        (d,) +-1: the sign vector of the rotation where spec.signs is layer or step
 
-    Invariants: codes were computed from exactly the stored scales; no code of an FP4 tensor
-    exceeds 15.
+    Invariants: codes were computed from exactly the stored scales (MS-EDEN: from the scales before
+    their correction); no code of an FP4 tensor exceeds 15.
     """
 
     codes: Tensor
     block_scale: Tensor
     amax: Tensor | None
     spec: QuantSpec
+    signs: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,35 +52,59 @@ class QuantizedTensor:
         return rows, columns
 
 
-def _check(x: Tensor, spec: QuantSpec, amax: Tensor | None, random_bits: Tensor | None) -> None:
+def _check(
+    x: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    random_bits: Tensor | None,
+    signs: Tensor | None,
+) -> None:
     if x.dim() != 2:
         raise UserError(
             f"quantize needs a matrix (flatten the leading dimensions), got {tuple(x.shape)}"
         )
     if x.dtype not in _INPUT_MAX:
         raise UserError(f"quantize needs float32, bfloat16 or float16, got {x.dtype}")
-    if spec.format == "e2m1" and (x.shape[0] % 16 or x.shape[1] % 16):
-        raise UserError(f"NVFP4 needs both dimensions to be multiples of 16, got {tuple(x.shape)}")
+    rows, columns = spec.multiples
+    if x.shape[0] % rows or x.shape[1] % columns:
+        kind = "NVFP4" if spec.block_scale == "e4m3" else f"{spec.format} with {spec.block} blocks"
+        what = (
+            f"both dimensions to be multiples of {rows}"
+            if rows == columns
+            else f"rows in multiples of {rows} and columns of {columns}"
+        )
+        raise UserError(f"{kind} needs {what}, got {tuple(x.shape)}")
     if amax is not None and spec.second_level == "none":
         raise UserError(
             f"quantize: amax does not go with block {spec.block}, it has no tensor scale"
         )
-    if spec.rounding == "nearest" and random_bits is not None:
+    if (scale is not None) != (spec.scale_rule == "delayed"):
+        raise UserError("quantize: scale goes with scale_rule delayed, and delayed needs it")
+    random_signs = spec.hadamard and spec.signs in ("layer", "step")
+    if (signs is not None) != bool(random_signs):
+        raise UserError(
+            "quantize: signs go with a rotation by signs layer or step, which need them"
+        )
+    if spec.random is None and random_bits is not None:
         raise UserError("quantize: random_bits do not go with rounding nearest")
-    if spec.rounding == "stochastic":
+    if spec.random is not None:
+        shape = x.shape if spec.random == "elements" else (x.shape[0], x.shape[1] // 16)
         if random_bits is None:
-            raise UserError("quantize: rounding stochastic needs random_bits, one byte per element")
-        if random_bits.shape != x.shape or random_bits.dtype != torch.uint8:
+            what = "rounding stochastic" if spec.random == "elements" else "scale_rule eden"
+            per = "element" if spec.random == "elements" else "block"
+            raise UserError(f"quantize: {what} needs random_bits, one byte per {per}")
+        if random_bits.shape != shape or random_bits.dtype != torch.uint8:
             raise UserError(
-                f"quantize: random_bits must be uint8 {tuple(x.shape)}, "
+                f"quantize: random_bits must be uint8 {tuple(shape)}, "
                 f"got {random_bits.dtype} {tuple(random_bits.shape)}"
             )
 
 
 def _blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     """(M, K) as (R, r, C, c), zero padded to whole blocks."""
-    rows, columns = spec.block_shape
     m, k = x.shape
+    rows, columns = (max(m, 1), max(k, 1)) if spec.block == "tensor" else spec.block_shape
     if m % rows or k % columns:
         x = F.pad(x, (0, -k % columns, 0, -m % rows))
     return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
@@ -97,55 +126,115 @@ def apply_encode_scale(blocks: Tensor, encode_scale: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, spec: QuantSpec, *, amax: Tensor | None = None, random_bits: Tensor | None = None
+    x: Tensor,
+    spec: QuantSpec,
+    *,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    random_bits: Tensor | None = None,
+    signs: Tensor | None = None,
 ) -> QuantizedTensor:
     """x as element codes and block scales along its last dimension; scaling.py has the formulas.
 
     x: (M, K) float32, bfloat16 or float16. With spec.hadamard it is rotated first.
-    amax: float32, one element; replaces the tensor's own amax (which may be a maximum over ranks).
-    random_bits: (M, K) uint8, required by and only allowed for rounding stochastic.
-    NaN is ignored in every amax and becomes +6 (FP4) or NaN (FP8). UserError: wrong shape or dtype.
+    amax: float32 of the second level's shape; replaces the operand's own amax (which may be a
+    maximum over ranks). scale: float32 (), the encode scale of delayed scaling.
+    random_bits: uint8, (M, K) for rounding stochastic, (M, K/16) for the scales of MS-EDEN; as
+    spec.random says. signs: (spec.hadamard,) +-1 for spec.signs layer and step.
+    NaN is ignored in every amax and becomes +6 (FP4) or NaN (FP8); infinity saturates.
+    UserError: wrong shape or dtype, or an argument that the spec needs or does not take.
     Source: Transformer Engine 2.20 quantize_transpose_nvfp4.cuh; blockwise FP8: recipe_common.cuh.
     """
-    _check(x, spec, amax, random_bits)
+    _check(x, spec, amax, scale, random_bits, signs)
     fmt = FORMATS[spec.format]
-    values = hadamard.rotate(x, spec.signs) if spec.hadamard else x
+    vector = spec.signs if signs is None else signs
+    values = hadamard.rotate(x, vector, spec.hadamard) if spec.hadamard else x
     blocks = _blocks(values.float(), spec)
     block_amax = scaling.block_amax(blocks)
-    if spec.second_level == "tensor":
-        amax = scaling.tensor_amax(block_amax) if amax is None else amax.float().reshape(())
-        tensor_scale = scaling.tensor_encode_scale(amax)
-        block_scale = scaling.nvfp4_block_scale(block_amax, tensor_scale, spec.scale_rule)
-        encode_scale = scaling.nvfp4_encode_scale(decode(block_scale, E4M3), tensor_scale)
+    if spec.second_level != "none":
+        if amax is None:
+            amax = scaling.second_level_amax(block_amax, spec.second_level)
+        else:
+            amax = amax.float().reshape(() if spec.second_level == "tensor" else amax.shape)
+        block_scale, encode_scale = _two_level_scales(blocks, block_amax, amax, spec)
+    elif spec.block_scale == "e8m0":
+        block_scale = mx.block_scale(block_amax, fmt, spec.scale_rule)
+        encode_scale = mx.encode_scale(block_scale, spec.scale_rule)
     else:
+        overflow = scaling.FLT_MAX if spec.block == "tensor" else _INPUT_MAX[x.dtype]
         encode_scale = scaling.fp8_encode_scale(
-            block_amax, fmt.max_value, spec.block_scale == "pow2", _INPUT_MAX[x.dtype]
+            block_amax, fmt.max_value, spec.block_scale == "pow2", overflow
         )
+        if scale is not None:
+            encode_scale = scale.float().reshape(1, 1)
         block_scale = scaling.fp8_decode_scale(encode_scale)
-    bits = None if random_bits is None else _blocks(random_bits, spec)
-    codes = encode(apply_encode_scale(blocks, encode_scale), fmt, bits)
-    return QuantizedTensor(_matrix(codes, *x.shape), block_scale, amax, spec)
+    scaled = apply_encode_scale(blocks, encode_scale)
+    bits = _blocks(random_bits, spec) if spec.random == "elements" else None  # pyright: ignore
+    codes = _matrix(encode(scaled, fmt, bits), *x.shape)
+    if spec.scale_rule == "eden":
+        assert random_bits is not None
+        factor = eden.correction(_matrix(scaled, *x.shape), codes, spec.hadamard)
+        factor = factor.repeat_interleave(spec.hadamard // 16, 1)
+        block_scale = eden.corrected_scale(decode(block_scale, E4M3), factor, random_bits)
+    return QuantizedTensor(codes, block_scale, amax, spec, signs)
+
+
+def _two_level_scales(
+    blocks: Tensor, block_amax: Tensor, amax: Tensor, spec: QuantSpec
+) -> tuple[Tensor, Tensor]:
+    """(block scale codes, encode scales), both (R, C), under a second level with this amax."""
+    limit, rule = scaling.second_level_range(spec), spec.scale_rule
+    second = scaling.per_block(amax, spec.second_level)
+    tensor_scale = scaling.tensor_encode_scale(second, limit)
+    if rule.startswith("four_over_six"):
+        block_scale = four_over_six.block_scale(
+            blocks, block_amax, tensor_scale, second, limit, rule
+        )
+    elif rule == "eden":
+        block_scale = eden.block_scale(block_amax, tensor_scale)
+    elif rule == "headroom" or spec.block_scale == "ue5m3":
+        block_scale = scaling.block_scale_to(
+            block_amax, tensor_scale, scaling.block_target(spec), _SCALE_FORMATS[spec.block_scale]
+        )
+    else:
+        block_scale = scaling.nvfp4_block_scale(block_amax, tensor_scale, rule)
+    decoded = decode(block_scale, _SCALE_FORMATS[spec.block_scale])
+    return block_scale, scaling.nvfp4_encode_scale(decoded, tensor_scale)
+
+
+def decode_block_scale(q: QuantizedTensor) -> Tensor:
+    """Block scales as float32 (R, C), exact; without the second level."""
+    if q.spec.block_scale == "e8m0":
+        return decode_e8m0(q.block_scale)
+    if q.spec.block_scale in _SCALE_FORMATS:
+        return decode(q.block_scale, _SCALE_FORMATS[q.spec.block_scale])
+    return q.block_scale
 
 
 def decode_operand(q: QuantizedTensor) -> Tensor:
-    """code * block scale, without the tensor scale: what a GEMM multiplies. (M, K) float32.
+    """code * block scale, without what scales whole rows: what a GEMM multiplies. (M, K) float32.
 
-    For NVFP4 every value is exact, in BF16 too (6 significant bits, 2^-10 to 2688); for FP8 with
-    float32 scales it is rounded once.
+    For NVFP4 every value is exact, in BF16 too (6 significant bits, 2^-10 to 2688); so it is for
+    MX (codes times a power of two) and for FP8 with one scale per tensor (the codes, its scale is
+    left to the GEMM). For FP8 blocks with float32 scales it is rounded once.
     """
-    scale = q.block_scale if q.spec.second_level == "none" else decode(q.block_scale, E4M3)
-    return _scaled_codes(q, scale)
+    if q.spec.block == "tensor":
+        return decode(q.codes, FORMATS[q.spec.format])
+    return _scaled_codes(q, decode_block_scale(q))
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """code * decode scale in float32, then one rounding to dtype. Returns (M, K).
 
-    NVFP4 in the order of the dequantise kernel: code * (fl(scale * A) * fl(1/2688)).
-    A rotated tensor stays rotated.
+    Two levels in the order of the dequantise kernel: code * (fl(scale * A) * fl(1/range)), range
+    2688 for NVFP4. A rotated tensor stays rotated.
     """
-    scale = q.block_scale
+    scale = decode_block_scale(q)
     if q.amax is not None:
-        scale = scaling.nvfp4_decode_scale(decode(scale, E4M3), q.amax)
+        amax = scaling.per_block(q.amax, q.spec.second_level)
+        scale = scaling.nvfp4_decode_scale(scale, amax, scaling.second_level_range(q.spec))
+    elif q.spec.block_scale == "e8m0":
+        scale = scale * mx.operand_factor(q.spec.scale_rule)
     return _scaled_codes(q, scale).to(dtype)
 
 
@@ -159,6 +248,6 @@ def transpose(q: QuantizedTensor) -> QuantizedTensor:
     if not q.spec.tiled:
         raise UserError(
             f"transpose: blocks of {q.spec.block} run along one dimension; quantize the transposed "
-            "tensor instead, or use 16x16 or 128x128"
+            "tensor instead, or use square blocks or block tensor"
         )
     return QuantizedTensor(q.codes.t().contiguous(), q.block_scale.t().contiguous(), q.amax, q.spec)

@@ -16,7 +16,9 @@ Nothing here imports torch, so that a recipe can be read and checked without it.
                    step (fresh in every pass), none (all +)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from math import lcm
 
 from nvfp4.errors import UserError
 
@@ -57,6 +59,24 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
 }
 
 
+# What each kind of block scale goes with: the combinations whose arithmetic is defined here.
+_FAMILY: dict[str, dict[str, tuple[object, ...]]] = {
+    "e4m3": {
+        "format": ("e2m1",),
+        "block": ("1x16", "16x16"),
+        "second_level": ("tensor", "row", "outer128"),
+    },
+    "ue5m3": {"format": ("e2m1",), "block": ("1x16", "16x16", "1x32"), "second_level": ("tensor",)},
+    "e8m0": {"block": ("1x32", "32x32"), "second_level": ("none",)},
+    "fp32": {
+        "format": ("e4m3", "e5m2"),
+        "block": ("1x128", "128x128", "tensor"),
+        "second_level": ("none",),
+    },
+}
+_FAMILY["pow2"] = _FAMILY["fp32"]
+
+
 def _listed(values: tuple[object, ...]) -> str:
     return ", ".join(str(value) for value in values)
 
@@ -84,10 +104,64 @@ class QuantSpec:
             value, allowed = getattr(self, field.name), _ALLOWED[field.name]
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise UserError(f"{field.name}: {value!r} is not one of {_listed(allowed)}")
+        family = {**_FAMILY[self.block_scale], "scale_rule": SCALE_RULES[self.block_scale]}
+        for name, allowed in family.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UserError(
+                    f"{name}: {value!r} does not go with block_scale {self.block_scale}, "
+                    f"which takes {_listed(allowed)}"
+                )
+        for wrong, text in self._contradictions():
+            if wrong:
+                raise UserError(text)
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        rule, rotated = self.scale_rule, self.hadamard > 0
+        four_over_six, eden = rule.startswith("four_over_six"), rule == "eden"
+        one_row = self.block != "tensor" and self.block_shape[0] == 1
+        yield (
+            rotated and not one_row and self.block != "tensor",
+            f"hadamard: {self.hadamard} does not go with block {self.block}, whose transpose must "
+            "stay exact; use hadamard 0 or a block of one row",
+        )
+        yield (
+            four_over_six and (rotated or self.rounding == "stochastic"),
+            f"scale_rule: {rule} goes neither with hadamard nor with rounding stochastic: the "
+            "error it compares is that of nearest rounding of the operand itself",
+        )
+        yield (
+            eden and not (one_row and self.hadamard >= 16 and self.second_level == "tensor"),
+            "scale_rule: eden corrects rotated groups of whole blocks; it needs block 1x16, "
+            "hadamard 16 or more and second_level tensor",
+        )
+        yield (
+            eden and self.rounding == "stochastic",
+            "rounding: eden rounds its scales stochastically, the elements to nearest",
+        )
+        yield (
+            self.second_level != "tensor" and self.block == "16x16",
+            f"second_level: {self.second_level} does not go with block 16x16, which crosses rows",
+        )
+        yield (
+            rule == "delayed" and self.block != "tensor",
+            f"scale_rule: delayed is a scale of the whole tensor; it goes with block tensor, "
+            f"not {self.block}",
+        )
+        yield (
+            self.range != 448 and (self.block_scale != "e4m3" or eden),
+            f"range: {self.range} goes with block_scale e4m3 and the scale rules other than eden",
+        )
+        yield (
+            rule == "floor_3_4" and self.format != "e2m1",
+            f"scale_rule: floor_3_4 is made for the top of e2m1, not for {self.format}",
+        )
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(rows, columns) of one block, e.g. (1, 16)."""
+        """(rows, columns) of one block, e.g. (1, 16); (0, 0) for one scale per tensor."""
+        if self.block == "tensor":
+            return 0, 0
         rows, columns = self.block.split("x")
         return int(rows), int(columns)
 
@@ -97,8 +171,32 @@ class QuantSpec:
         rows, columns = self.block_shape
         return rows == columns
 
+    @property
+    def random(self) -> str | None:
+        """What needs random bits: "elements" (M, K), "scales" one byte per block, or nothing."""
+        if self.rounding == "stochastic":
+            return "elements"
+        return "scales" if self.scale_rule == "eden" else None
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """(rows, columns) of which an operand's shape must be multiples; FP8 blocks are padded.
+
+        NVFP4 wants 16 in both directions (Transformer Engine), MX whole blocks.
+        """
+        if self.block_scale == "e8m0":
+            rows, columns = self.block_shape
+        else:
+            rows, columns = (16, self.block_shape[1]) if self.format == "e2m1" else (1, 1)
+        if self.second_level == "outer128":
+            columns = 128
+        return rows, lcm(columns, self.hadamard or 1)
+
 
 NVFP4 = QuantSpec()
 NVFP4_2D = QuantSpec(block="16x16")
 FP8_1x128 = QuantSpec("e4m3", "1x128", "pow2", second_level="none")
 FP8_128x128 = QuantSpec("e4m3", "128x128", "pow2", second_level="none")
+FP8_TENSOR = QuantSpec("e4m3", "tensor", "fp32", second_level="none")
+MXFP8 = QuantSpec("e4m3", "1x32", "e8m0", "rceil", "none")
+MXFP4 = QuantSpec("e2m1", "1x32", "e8m0", "floor", "none")

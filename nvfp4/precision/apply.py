@@ -9,6 +9,8 @@
 Modules stay the same objects: their class becomes PrecisionLinear. Parameters, state_dict keys,
 hooks, and references that an optimizer holds are untouched. Give tokens as (batch, sequence,
 features): the first dimension is the sample of the random address.
+
+Policies with delayed scaling remember; run them inside state.use_state(MethodState(plan)).
 """
 
 import re

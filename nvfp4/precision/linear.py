@@ -19,10 +19,10 @@ Tokens are padded with zero rows to a multiple of 16 where blocks of 16 need it.
 that changes nothing: rows are independent, and zeros do not raise an amax. In wgrad the last block
 holds fewer real tokens than 16; its zeros contribute nothing to the sum, before or after rotation.
 
-This is the only place that asks for random bits; see context.py for their address.
+What a policy's split adds is in split.py, random addresses in call.py, and how one operand is made
+in prepare.py. Nothing else asks for random bits.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,35 +32,16 @@ from torch.nn.functional import pad
 
 from nvfp4 import backends
 from nvfp4.errors import UserError
-from nvfp4.numerics.philox import random_bits
-from nvfp4.numerics.quantize import QuantizedTensor
-from nvfp4.precision import audit, collect
-from nvfp4.precision.context import StepContext, next_call, token_addresses
-from nvfp4.precision.operands import Policy
+from nvfp4.numerics.quantize import QuantizedTensor, dequantize
+from nvfp4.precision import collect
+from nvfp4.precision.call import Call
+from nvfp4.precision.context import StepContext, next_call
+from nvfp4.precision.prepare import Operand, multiply, prepare
+from nvfp4.precision.state import MethodState, current_state
+from nvfp4.precision.tables import GEMMS, Policy
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-GEMM_NUMBERS = {"fprop": 0, "dgrad": 1, "wgrad": 2}
-OPERAND_NUMBERS = {"input": 0, "weight": 1, "grad_output": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One forward of one linear: everything its backward needs that is not a tensor.
-
-    leading: (sequence or batch sizes) of the tokens before flattening, as layout says;
-    tokens: M without padding; address: context and call number, None if no bits are needed;
-    offsets: index in the unsharded tensor of the first feature, by role of the operand.
-    """
-
-    policy: Policy
-    name: str
-    layer: int
-    layout: str
-    leading: tuple[int, ...]
-    tokens: int
-    address: tuple[StepContext, int] | None
-    out_offset: int
-    in_offset: int
+SIZES = {"out_features": 0, "in_features": 1}  # dimensions of the weight
 
 
 def linear(
@@ -88,16 +69,17 @@ def linear(
 
     Raises UserError: shapes or dtypes that do not fit; random bits needed but no StepContext set.
     """
-    _check(x, weight, policy, name)
+    multiples = policy.multiples
+    _check(x, weight, policy, name, multiples)
     compute = DTYPES[policy.compute_dtype]
     x_MK = x.reshape(-1, x.shape[-1]).to(compute)
-    tokens, multiple = x_MK.shape[0], policy.token_multiple
+    tokens, multiple = x_MK.shape[0], multiples["tokens"]
     # An empty operand has no amax; a block of zeros has, and adds nothing.
     padding = -tokens % multiple if tokens or not policy.specs else multiple
-    call = _Call(
+    call = Call(
         policy, name, layer, layout, tuple(x.shape[:-1]), tokens,
         _address(policy, name, layer, x.requires_grad, weight.requires_grad),
-        feature_offset, in_feature_offset,
+        feature_offset, in_feature_offset, _state(policy, name), torch.is_grad_enabled(),
     )  # fmt: skip
     if padding:
         x_MK = pad(x_MK, (0, 0, 0, padding))
@@ -107,7 +89,7 @@ def linear(
     return y_MN.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _check(x: Tensor, weight: Tensor, policy: Policy, name: str) -> None:
+def _check(x: Tensor, weight: Tensor, policy: Policy, name: str, multiples: dict[str, int]) -> None:
     """Dtypes and shapes that the three GEMMs can take."""
     for what, tensor in (("input", x), ("weight", weight)):
         if tensor.dtype not in (torch.bfloat16, torch.float32):
@@ -118,8 +100,8 @@ def _check(x: Tensor, weight: Tensor, policy: Policy, name: str) -> None:
         raise UserError(
             f"linear {name!r}: input has {x.shape[-1]} features, the weight takes {weight.shape[1]}"
         )
-    multiple = policy.token_multiple
-    for what, size in zip(("out_features", "in_features"), weight.shape, strict=True):
+    for what, dimension in SIZES.items():
+        size, multiple = weight.shape[dimension], multiples[what]
         if size % multiple:
             raise UserError(
                 f"linear {name!r}: {what} is {size}, not a multiple of {multiple} as "
@@ -135,33 +117,46 @@ def _address(
     runs = {"fprop": True, "dgrad": dgrad, "wgrad": wgrad}
     for gemm, run in runs.items():
         training = gemm == "fprop" or torch.is_grad_enabled()
-        if address is None and run and training and policy.stochastic(gemm):
+        if address is None and run and training and (what := policy.random(gemm)):
             raise UserError(
-                f"linear {name!r}: {gemm} rounds stochastically under policy {policy.name} but no "
-                f"StepContext is set; run forward inside nvfp4.precision.context.use_context("
+                f"linear {name!r}: {gemm} {what} under policy {policy.name} but no StepContext is "
+                f"set; run forward inside nvfp4.precision.context.use_context("
                 f"StepContext(seed=..., step=...))"
             )
     return address
+
+
+def _state(policy: Policy, name: str) -> MethodState | None:
+    """The state in use if the policy has delayed scales; UserError if there is none."""
+    if not policy.delayed():
+        return None
+    state = current_state()
+    if state is None:
+        raise UserError(
+            f"linear {name!r}: policy {policy.name} takes scales from earlier steps but no "
+            f"MethodState is set; run forward and backward inside nvfp4.precision.state.use_state("
+            f"MethodState(plan)), and state.update() after each step"
+        )
+    return state
 
 
 class _Linear(torch.autograd.Function):
     """fprop in forward, dgrad and wgrad in backward, on x (M, K) in the compute dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         with _exact(x):
             w = weight.to(x.dtype)
-            x_operand = _operand(call, "fprop", "input", x)
-            w_operand = _operand(call, "fprop", "weight", w)
-            if bias is None:
-                y = _gemm(call, "fprop", x_operand, w_operand, x.dtype, (x, w))
-            else:
-                y = _gemm(call, "fprop", x_operand, w_operand, torch.float32, (x, w))
+            x_operand = prepare(call, "fprop", "input", x)
+            w_operand = prepare(call, "fprop", "weight", w)
+            y = multiply(call, "fprop", x_operand, w_operand, x.dtype, wide=bias is not None)
+            if bias is not None:
                 y = y.add_(bias.to(x.dtype)).to(x.dtype)
-        _save(ctx, x, weight, w_operand, call)
+        _save(ctx, x, weight, x_operand, w_operand, call)
         ctx.has_bias, ctx.call = bias is not None, call
         # main_grad lives on this very object; saved tensors may come back as others.
         ctx.weight = weight
+        ctx.original = x if collect.active() else None
         return y
 
     @staticmethod
@@ -169,19 +164,24 @@ class _Linear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dy: Tensor
     ) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        x, weight, w_operand = _restore(ctx)
+        call: Call = ctx.call
+        x, w = _restore(ctx)
         dx = dw = db = None
+        runs = tuple(
+            gemm for gemm, run in zip(GEMMS, (True, *ctx.needs_input_grad[:2]), strict=True) if run
+        )
         with _exact(dy):
             if ctx.needs_input_grad[0]:
-                dy_operand = _operand(call, "dgrad", "grad_output", dy)
-                w_operand = _weight_for_dgrad(call, weight, w_operand, dy.dtype)
-                w = ctx.weight.detach().to(dy.dtype).t() if collect.active() else dy
-                dx = _gemm(call, "dgrad", dy_operand, w_operand, dy.dtype, (dy, w))
+                dy_operand = prepare(call, "dgrad", "grad_output", dy, runs=runs)
+                w_operand = _weight_for_dgrad(ctx, w, dy.dtype, runs)
+                dx = multiply(call, "dgrad", dy_operand, w_operand, dy.dtype)
             if ctx.needs_input_grad[1]:
-                dy_operand = _operand(call, "wgrad", "grad_output", dy, transposed=True)
-                x_operand = _operand(call, "wgrad", "input", x, transposed=True)
-                dw = _gemm(call, "wgrad", dy_operand, x_operand, torch.float32, (dy.t(), x.t()))
+                dy_operand = prepare(call, "wgrad", "grad_output", dy, turned=True, runs=runs)
+                x_operand = prepare(
+                    call, "wgrad", "input", _plain(x, dy.dtype), turned=True,
+                    original=ctx.original, runs=runs,
+                )  # fmt: skip
+                dw = multiply(call, "wgrad", dy_operand, x_operand, torch.float32)
                 dw = _accumulate(ctx.weight, dw)
             if ctx.has_bias and ctx.needs_input_grad[2]:
                 db = dy.sum(0, dtype=torch.float32)
@@ -193,73 +193,60 @@ def _exact(like: Tensor) -> Any:
     return torch.autocast(like.device.type, enabled=False)
 
 
-def _operand(
-    call: _Call, gemm: str, role: str, tensor: Tensor, transposed: bool = False
-) -> QuantizedTensor | Tensor:
-    """One operand of one GEMM: quantised as the policy says, or the plain tensor.
-
-    tensor: (rows, features), rows being tokens, or output features for the weight. The random bits
-    have that orientation too; both are transposed for an operand that the table shows transposed.
-    """
-    spec = call.policy.operands(gemm)[role]
-    bits = None
-    if spec is not None and spec.rounding == "stochastic":
-        bits = _random_bits(call, gemm, role, tensor)
-    if spec is None:
-        return tensor.t() if transposed else tensor
-    if transposed:  # one copy now is cheaper than strided reads in every step of quantize
-        tensor, bits = tensor.t().contiguous(), None if bits is None else bits.t().contiguous()
-    return backends.active().quantize(tensor, spec, random_bits=bits)
+def _plain(kept: QuantizedTensor | Tensor, dtype: torch.dtype) -> Tensor:
+    """A kept operand in the compute dtype: what forward multiplied, or the tensor itself."""
+    return dequantize(kept, dtype) if isinstance(kept, QuantizedTensor) else kept.to(dtype)
 
 
 def _weight_for_dgrad(
-    call: _Call, weight: Tensor, fprop_operand: QuantizedTensor | None, dtype: torch.dtype
-) -> QuantizedTensor | Tensor:
-    """weight^T (K, N): fprop's quantised weight transposed where there is one, else afresh."""
-    if fprop_operand is not None:
-        return backends.active().transpose(fprop_operand)
-    return _operand(call, "dgrad", "weight", weight.to(dtype), transposed=True)
-
-
-def _gemm(
-    call: _Call, gemm: str, a: QuantizedTensor | Tensor, b: QuantizedTensor | Tensor,
-    out_dtype: torch.dtype, originals: tuple[Tensor, Tensor],
-) -> Tensor:  # fmt: skip
-    """a b^T in out_dtype, reported to the audit with the operands as they are."""
-    backend = backends.active()
-    roles = call.policy.operands(gemm)
-    y = backend.gemm(a, b, out_dtype=out_dtype)
-    operands = dict(zip(roles, (a, b), strict=True))
-    shape = (a.shape[0], b.shape[0], a.shape[1])
-    audit.record(call.name, gemm, operands, shape, y.dtype, backend.name)
-    if collect.active():
-        collect.observe(call.name, gemm, operands=(a, b), originals=originals, y=y)
-    return y
-
-
-def _shares_weight(policy: Policy) -> bool:
-    """Whether dgrad takes the transpose of fprop's weight: the same spec, in square blocks."""
-    spec = policy.fprop.weight
-    return spec is not None and spec.tiled and spec == policy.dgrad.weight
+    ctx: Any, kept: QuantizedTensor | Tensor, dtype: torch.dtype, runs: tuple[str, ...]
+) -> Operand:
+    """weight^T (K, N): fprop's quantised weight transposed where they share it, else afresh."""
+    call: Call = ctx.call
+    original = ctx.weight.detach().to(dtype) if collect.active() else None
+    if isinstance(kept, QuantizedTensor) and call.policy.shares_weight:
+        value = backends.active().transpose(kept)
+        return Operand(value, ctx.weight.detach().t() if original is None else original.t())
+    weight = _plain(kept, dtype)
+    return prepare(call, "dgrad", "weight", weight, turned=True, original=original, runs=runs)
 
 
 def _save(
-    ctx: Any, x: Tensor, weight: Tensor, w_operand: QuantizedTensor | Tensor, call: _Call
+    ctx: Any, x: Tensor, weight: Tensor, x_operand: Operand, w_operand: Operand, call: Call
 ) -> None:
-    """Keep for backward: x if there is a wgrad; for dgrad the quantised weight, else the weight."""
+    """Keep for backward x and weight, each as far as a GEMM reads it: as forward multiplied it
+    (shared square blocks, source forward) or as it is.
+    """
     dgrad, wgrad = ctx.needs_input_grad[:2]
-    codes: tuple[Tensor | None, ...] = ()
-    # A quantiser that hands back a plain tensor is the audit's business, not a crash here.
-    if dgrad and _shares_weight(call.policy) and isinstance(w_operand, QuantizedTensor):
-        codes = (w_operand.codes, w_operand.block_scale, w_operand.amax)
-        ctx.shared_spec = w_operand.spec
-    ctx.save_for_backward(x if wgrad else None, weight if dgrad and not codes else None, *codes)
+    policy = call.policy
+    w_forward = policy.shares_weight or policy.source("dgrad") == "forward"
+    kept = {
+        "x": (wgrad, policy.source("wgrad") == "forward", x_operand.value, x),
+        "w": (dgrad, w_forward, w_operand.value, weight),
+    }
+    tensors: list[Tensor | None] = []
+    ctx.specs = {}
+    for what, (needed, forward, value, tensor) in kept.items():
+        # A quantiser that hands back a plain tensor is the audit's business, not a crash here.
+        if needed and forward and isinstance(value, QuantizedTensor):
+            tensors += [value.codes, value.block_scale, value.amax, value.signs]
+            ctx.specs[what] = value.spec
+        else:
+            tensors.append(tensor if needed else None)
+    ctx.save_for_backward(*tensors)
 
 
-def _restore(ctx: Any) -> tuple[Tensor, Tensor, QuantizedTensor | None]:
-    """x, the weight, and fprop's quantised weight, as far as they were kept."""
-    x, weight, *codes = ctx.saved_tensors
-    return x, weight, QuantizedTensor(*codes, spec=ctx.shared_spec) if codes else None
+def _restore(ctx: Any) -> tuple[Any, Any]:
+    """What _save has kept of x and the weight."""
+    tensors, found = list(ctx.saved_tensors), []
+    for what in ("x", "w"):
+        if what in ctx.specs:
+            codes, block_scale, amax, signs = tensors[:4]
+            del tensors[:4]
+            found.append(QuantizedTensor(codes, block_scale, amax, ctx.specs[what], signs))
+        else:
+            found.append(tensors.pop(0))
+    return found[0], found[1]
 
 
 def _accumulate(weight: Tensor, dw: Tensor) -> Tensor:
@@ -273,21 +260,3 @@ def _accumulate(weight: Tensor, dw: Tensor) -> Tensor:
     main_grad.add_(dw)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros_like(weight)
-
-
-def _random_bits(call: _Call, gemm: str, role: str, tensor: Tensor) -> Tensor:
-    """Eight random bits for every element of an operand (rows, features), by its address."""
-    assert call.address is not None  # _address has made sure
-    context, number = call.address
-    rows, features = tensor.shape
-    if role == "weight":
-        position = torch.arange(call.out_offset, call.out_offset + rows, device=tensor.device)
-        sample = torch.zeros_like(position)
-    else:
-        sample, position = token_addresses(context, call.leading, call.layout, rows, tensor.device)
-    return random_bits(
-        seed=context.seed, step=context.step, layer=call.layer, call=number,
-        gemm=GEMM_NUMBERS[gemm], operand=OPERAND_NUMBERS[role],
-        sample=sample, position=position, num_features=features,
-        feature_offset=call.out_offset if role == "grad_output" else call.in_offset,
-    )  # fmt: skip

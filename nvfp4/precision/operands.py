@@ -1,89 +1,32 @@
-"""What one linear layer does, as data: a format for each operand of each of its three GEMMs.
+"""Policies as they are written in a recipe, and operands in words.
 
-    fprop  y  = x w^T    input (M, K), weight (N, K)             summed over K, the input features
-    dgrad  dx = dy w     grad_output (M, N), weight^T (K, N)     summed over N, the output features
-    wgrad  dw = dy^T x   grad_output^T (N, M), input^T (K, M)    summed over M, the tokens
-
-An operand is a QuantSpec, or None: kept in the compute dtype. A Policy and its dictionary form
-carry the same information, so a policy can be written in a recipe, stored with a run, read back.
+A Policy (tables.py) and its dictionary form carry the same information, so a policy can be written
+in a recipe, stored with a run, read back.
 """
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 from nvfp4.errors import UserError
 from nvfp4.numerics.spec import QuantSpec
+from nvfp4.precision.tables import (
+    CHOICES,
+    COMPUTE_DTYPES,
+    GEMMS,
+    SOURCES,
+    Dgrad,
+    Fprop,
+    Policy,
+    Wgrad,
+)
 
-COMPUTE_DTYPES = ("bf16", "fp32")
-
-
-@dataclass(frozen=True, slots=True)
-class Fprop:
-    """Operands of y = x w^T, both with blocks along the input features."""
-
-    input: QuantSpec | None = None
-    weight: QuantSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Dgrad:
-    """Operands of dx = dy w, both with blocks along the output features."""
-
-    grad_output: QuantSpec | None = None
-    weight: QuantSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wgrad:
-    """Operands of dw = dy^T x, both with blocks along the tokens."""
-
-    grad_output: QuantSpec | None = None
-    input: QuantSpec | None = None
-
-
-GEMMS: dict[str, type] = {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What one linear does.
-
-    compute_dtype is the dtype of unquantised operands and of the results y and dx ("bf16": rounded
-    to BF16 once per GEMM; "fp32": not rounded). dw is always FP32.
-    """
-
-    name: str
-    compute_dtype: Literal["bf16", "fp32"] = "bf16"
-    fprop: Fprop = Fprop()
-    dgrad: Dgrad = Dgrad()
-    wgrad: Wgrad = Wgrad()
-
-    def operands(self, gemm: str) -> dict[str, QuantSpec | None]:
-        """role -> spec of one GEMM, in the order of the operand table above."""
-        table = getattr(self, gemm)
-        return {field.name: getattr(table, field.name) for field in fields(table)}
-
-    @property
-    def specs(self) -> list[QuantSpec]:
-        """Specs of all quantised operands; empty if nothing is quantised."""
-        operands = [spec for gemm in GEMMS for spec in self.operands(gemm).values()]
-        return [spec for spec in operands if spec is not None]
-
-    def stochastic(self, gemm: str) -> bool:
-        """Whether a GEMM rounds an operand stochastically, so that it needs random bits."""
-        specs = self.operands(gemm).values()
-        return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
-
-    @property
-    def token_multiple(self) -> int:
-        """Tokens come in multiples of this: 16 if any operand has blocks of 16, else 1."""
-        return max((16 for spec in self.specs if spec.block_shape[1] == 16), default=1)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Nested dictionary: name, compute_dtype, then gemm -> role -> spec fields or None."""
-        return asdict(self)
+__all__ = [
+    "CHOICES", "COMPUTE_DTYPES", "GEMMS", "Dgrad", "Fprop", "Policy", "Wgrad", "facts", "label",
+    "policy_from_dict", "unknown",
+]  # fmt: skip
 
 
 def unknown(what: str, value: object, allowed: Iterable[str], where: str) -> UserError:
@@ -107,16 +50,18 @@ def _operand(entry: object, base: QuantSpec | None, where: str) -> QuantSpec | N
     for key in entry:
         if key not in known:
             raise unknown("field", key, known, where)
+    missing = [name for name in ("format", "block") if name not in entry]
+    if base is None and missing:
+        raise UserError(
+            f"{where}: the base policy does not quantise this operand, so its spec must be "
+            f"complete; add {' and '.join(missing)}"
+        )
     try:
         return QuantSpec(**{**(asdict(base) if base else {}), **entry})
     except UserError as error:
+        if read := re.fullmatch(r"(\w+): '(.*)' is not one of (.*)", str(error)):
+            raise unknown(read[1], read[2], read[3].split(", "), where) from None
         raise UserError(f"{where}: {error}") from None
-    except TypeError:
-        missing = [name for name in ("format", "block") if name not in entry]
-        raise UserError(
-            f"{where}: the base policy does not quantise this operand, so its spec must be "
-            f"complete; add {' and '.join(missing) or 'the missing fields'}"
-        ) from None
 
 
 def policy_from_dict(
@@ -124,18 +69,20 @@ def policy_from_dict(
 ) -> Policy:
     """Policy of a dictionary: that of Policy.to_dict(), or a `base` and what differs from it.
 
-    A GEMM or an operand written as null is not quantised; spec fields replace those of the base.
-    For example the paper's policy without stochastic rounding in dgrad and rotation in wgrad:
+    A GEMM or an operand written as null is not quantised; a GEMM written as the name of a policy is
+    done as that policy does it; spec fields replace those of the base. For example the paper's
+    policy without stochastic rounding in dgrad and rotation in wgrad; NVFP4 with MXFP8 backward:
 
         {base: nvfp4, dgrad: {grad_output: {rounding: nearest}},
          wgrad: {grad_output: {hadamard: 0}, input: {hadamard: 0}}}
+        {base: nvfp4, dgrad: mxfp8, wgrad: mxfp8}
 
-    Raises UserError at unknown keys, bases, fields and values; `where` names the place, for
-    instance precision.policies.mine.
+    Raises UserError at unknown keys, bases, fields and values, and at contradictions; `where` names
+    the place, for instance precision.policies.mine.
     """
     if not isinstance(data, Mapping):
         raise UserError(f"{where}: {data!r} is no policy; write a mapping such as {{base: nvfp4}}")
-    keys = ["base", "name", "compute_dtype", *GEMMS]
+    keys = ["base", *(field.name for field in fields(Policy))]
     for key in data:
         if key not in keys:
             raise unknown("key", key, keys, where)
@@ -145,31 +92,69 @@ def policy_from_dict(
     if base_name is not None and base_name not in known:
         raise unknown("policy", base_name, known, f"{where}.base")
     base = Policy("") if base_name is None else known[base_name]
-    dtype = data.get("compute_dtype", base.compute_dtype)
-    if dtype not in COMPUTE_DTYPES:
-        raise unknown("dtype", dtype, COMPUTE_DTYPES, f"{where}.compute_dtype")
-    tables = {gemm: getattr(base, gemm) for gemm in GEMMS}
-    for gemm in tables.keys() & data.keys():
-        tables[gemm] = _table(gemm, data[gemm], base, f"{where}.{gemm}")
-    return Policy(name, dtype, **tables)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        place = f"{where}.{key}"
+        if key in GEMMS:
+            values[key] = _table(key, value, base, known, place)
+        elif key == "by_kind":
+            values[key] = _by_kind(value, place)
+        elif key in CHOICES:
+            if value not in CHOICES[key]:
+                what = "dtype" if key == "compute_dtype" else key
+                raise unknown(what, value, CHOICES[key], place)
+            values[key] = value
+        elif key == "split_fraction":
+            if type(value) not in (int, float):
+                raise UserError(f"{place}: {value!r} is no number")
+            values[key] = float(value)
+        elif key != "base":
+            values[key] = value
+    try:
+        return replace(base, **{**values, "name": name})
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).split(': ', 1)[1]}") from None
 
 
-def _table(gemm: str, entry: object, base: Policy, where: str) -> Any:
+def _table(
+    gemm: str, entry: object, base: Policy, known: Mapping[str, Policy], where: str
+) -> Fprop | Dgrad | Wgrad:
     """The operand table of one GEMM of a written policy."""
-    roles = base.operands(gemm)
     if entry is None:
         return GEMMS[gemm]()
+    if isinstance(entry, str):
+        if entry not in known:
+            raise unknown("policy", entry, known, where)
+        return getattr(known[entry], gemm)
+    roles = base.operands(gemm)
     if not isinstance(entry, Mapping):
-        raise UserError(f"{where}: {entry!r} is no operand table; write null or {', '.join(roles)}")
-    for role in entry:
-        if role not in roles:
-            raise unknown("operand", role, roles, where)
-    return GEMMS[gemm](
-        **{
-            role: _operand(entry[role], spec, f"{where}.{role}") if role in entry else spec
-            for role, spec in roles.items()
-        }
-    )
+        raise UserError(
+            f"{where}: {entry!r} is no operand table; write null, the name of a policy, or a "
+            f"mapping of {', '.join(roles)}"
+        )
+    table = getattr(base, gemm)
+    names = [field.name for field in fields(table)]
+    for key in entry:
+        if key not in names:
+            raise unknown("operand", key, names, where)
+    changes: dict[str, Any] = {
+        role: _operand(entry[role], spec, f"{where}.{role}")
+        for role, spec in roles.items()
+        if role in entry
+    }
+    if "source" in entry:
+        if entry["source"] not in SOURCES:
+            raise unknown("source", entry["source"], SOURCES, f"{where}.source")
+        changes["source"] = entry["source"]
+    return replace(table, **changes)
+
+
+def _by_kind(entry: object, where: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of a glob on the kind and the name of a policy."""
+    good = isinstance(entry, Mapping) and all(isinstance(v, str) for v in entry.values())
+    if not good:
+        raise UserError(f"{where}: {entry!r} is no mapping such as {{attention.*: bf16}}")
+    return tuple((str(glob), name) for glob, name in entry.items())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def facts(spec: QuantSpec | None, dtype: str) -> dict[str, Any]:
@@ -183,16 +168,28 @@ def facts(spec: QuantSpec | None, dtype: str) -> dict[str, Any]:
 
 
 def label(operand: Mapping[str, Any]) -> str:
-    """Facts of an operand in a few words, for example `e2m1 1x16 stochastic hadamard16`."""
+    """Facts of an operand in a few words, for example `e2m1 1x16 stochastic hadamard16`.
+
+    NVFP4's own choices go without saying, and those that a format leaves no choice in.
+    """
     words = [operand["format"]]
     if "block" in operand:
+        scales = operand["block_scale"]
+        level = operand.get("second_level", "")
         words.append(operand["block"])
-        # NVFP4's own choices go without saying; what differs from them is said.
-        if operand["block_scale"] != "e4m3":
-            words.append(f"{operand['block_scale']}-scales")
+        if scales != "e4m3":
+            words.append(f"{scales}-scales")
         if operand["scale_rule"] != "current":
             words.append(operand["scale_rule"])
+        if level in ("row", "outer128"):
+            words.append(f"{level}-amax")
+        elif level == "none" and scales in ("e4m3", "ue5m3"):
+            words.append("no-amax")
+        if operand.get("range", 448) != 448:
+            words.append(f"range{operand['range']}")
         words.append(operand["rounding"])
         if operand["hadamard"]:
             words.append(f"hadamard{operand['hadamard']}")
+            if operand.get("signs", "fixed") != "fixed":
+                words.append(f"{operand['signs']}-signs")
     return " ".join(words)

@@ -48,11 +48,33 @@ class PlanRow:
 
 
 def describe(policy: Policy, gemm: str) -> str:
-    """One GEMM of a policy in words: `input e2m1 1x16 nearest; weight e2m1 16x16 nearest`."""
-    return "; ".join(
+    """One GEMM of a policy in words: `input e2m1 1x16 nearest; weight e2m1 16x16 nearest`.
+
+    Everything that changes its numbers is in there, so that two policies differ if their words do.
+    """
+    words = [
         f"{role} {label(facts(spec, policy.compute_dtype))}"
         for role, spec in policy.operands(gemm).items()
-    )
+    ]
+    if policy.source(gemm) != "original":
+        words[1] += f" from {policy.source(gemm)}"
+    if policy.accumulation(gemm) != "fp32":
+        words.append(f"accumulate {policy.accumulation(gemm)}")
+    if policy.split == "mean" and policy.quantised(gemm):
+        words.append("split mean")
+    if policy.split == "hot_channels" and gemm == "fprop":
+        words.append(f"split hot_channels {policy.split_fraction:g}")
+    if any(spec and spec.scale_rule == "delayed" for spec in policy.operands(gemm).values()):
+        words.append(
+            f"history {policy.amax_history} {policy.amax_algorithm} margin {policy.margin}"
+        )
+    return "; ".join(words)
+
+
+def formats(policy: Policy, gemm: str) -> str:
+    """Formats that a GEMM multiplies: `e2m1`, `bf16`, or `e4m3 x e5m2` where the sides differ."""
+    names = [facts(spec, policy.compute_dtype)["format"] for spec in policy.operands(gemm).values()]
+    return " x ".join(dict.fromkeys(names))
 
 
 def _columns(lines: list[list[str]]) -> str:
@@ -69,10 +91,12 @@ class PrecisionPlan:
     """Policies of all linears in model order.
 
     untouched: lines about what was left alone on purpose (by apply_precision), printed below.
+    notes: lines about what has no effect, printed below too.
     """
 
     rows: tuple[PlanRow, ...]
     untouched: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def policy_of(self, name: str) -> Policy:
         """Policy of the linear with this module name; UserError if the plan does not have it."""
@@ -94,15 +118,29 @@ class PrecisionPlan:
         total = sum(flops.values())
         return {name: flops[name] / total for name in self.policies}
 
+    def format_shares(self) -> dict[str, float]:
+        """Formats -> share of the GEMM FLOPs done in them, each GEMM of a policy by itself."""
+        flops: Counter[str] = Counter()
+        for row in self.rows:
+            for gemm in GEMMS:
+                flops[formats(row.policy, gemm)] += row.flops // len(GEMMS)
+        total = sum(flops.values())
+        return {name: count / total for name, count in flops.most_common()}
+
     def summary(self) -> str:
-        """One line per policy: number of linears, share of GEMM FLOPs; then what each GEMM does."""
+        """One line per policy: number of linears, share of GEMM FLOPs; then what each GEMM does.
+
+        Then the share of GEMM FLOPs by format: policies that mix directions count in several.
+        """
         counts = Counter(row.policy.name for row in self.rows)
         lines = []
         for name, share in self.flops_shares().items():
             lines.append(f"{name}: {counts[name]} of {len(self.rows)} linears, "
                          f"{100 * share:.1f} % of their GEMM FLOPs")  # fmt: skip
             lines += [f"  {gemm}  {describe(self.policies[name], gemm)}" for gemm in GEMMS]
-        return "\n".join([*lines, *self.untouched])
+        shares = [f"{name} {100 * share:.1f} %" for name, share in self.format_shares().items()]
+        lines.append(f"GEMM FLOPs by format: {', '.join(shares)}")
+        return "\n".join([*lines, *self.untouched, *self.notes])
 
     def table(self) -> str:
         """Every linear with block, kind, weight shape, policy and reason, then the summary."""

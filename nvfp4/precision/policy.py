@@ -2,51 +2,37 @@
 
     default: nvfp4                      # policy of every linear that nothing below decides
     num_layers_at_start_in_bf16: 2      # the first blocks of the pattern; Megatron's names
-    num_layers_at_end_in_bf16: 8
+    num_layers_at_end_in_bf16: 0.15     # the last 15 %, rounded up to whole blocks; or a number
     rules:                              # in order, the first that matches decides
       - {use: bf16, kind: "attention.*"}
       - {use: mine, match: "*.mixer.out_proj", blocks: "4..9,-12.."}
     policies:                           # further policies: a preset and what differs from it
-      mine: {base: nvfp4, dgrad: null}
+      mine: {base: nvfp4, dgrad: mxfp8}
+    schedule:                           # changes during the run, see schedule.py
+      - {at: 0.82, gemms: [fprop], to: bf16}
 
 The first and last blocks are decided before any rule. A rule holds for a linear if all of its
-selectors do. A rule that decides nothing is an error, never a silent no-op.
+selectors do. A rule that decides nothing is an error, never a silent no-op. A policy that nothing
+uses is a note below the plan, not an error: a set of policies to compare is written in one recipe.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from fractions import Fraction
+from math import ceil
 from typing import Any, ClassVar
 
 from nvfp4.errors import UserError
 from nvfp4.precision.operands import Policy, policy_from_dict, unknown
 from nvfp4.precision.plan import LinearInfo, PlanRow, PrecisionPlan
 from nvfp4.precision.presets import PRESETS
+from nvfp4.precision.selectors import Rule, Switch, select, select_blocks
 
 # Which features a tensor-parallel group splits; other kinds are not split.
 SPLIT_OUT = ("mamba.in_proj", "attention.qkv", "mlp.up")
 SPLIT_IN = ("mamba.out_proj", "attention.out", "mlp.down")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Linears that `match` (glob on the name), `kind` (glob on the kind) and `blocks` all select.
-
-    blocks: comma-separated block indices and inclusive ranges with two dots; negative numbers count
-    from the last block: "3", "0..1", "-8..", "0..1,5,-8..-1".
-    """
-
-    __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
-
-    use: str
-    match: str | None = None
-    kind: str | None = None
-    blocks: str | int | None = None
-
-    def __str__(self) -> str:
-        given = [("match", self.match), ("kind", self.kind), ("blocks", self.blocks)]
-        return " ".join(f"{key} {value!r}" for key, value in given if value is not None)
 
 
 @dataclass(frozen=True)
@@ -56,33 +42,11 @@ class PrecisionConfig:
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
 
     default: str = "bf16"
-    num_layers_at_start_in_bf16: int = 0
-    num_layers_at_end_in_bf16: int = 0
+    num_layers_at_start_in_bf16: int | float = 0
+    num_layers_at_end_in_bf16: int | float = 0
     rules: tuple[Rule, ...] = ()
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def select_blocks(expression: str | int, depth: int, where: str) -> frozenset[int]:
-    """Block indices of an expression such as "0..1,5,-8.." for a model of `depth` blocks.
-
-    Raises UserError if it cannot be read or leaves the model.
-    """
-    chosen: set[int] = set()
-    for part in str(expression).replace(" ", "").split(","):
-        read = re.fullmatch(r"(-?\d+)(\.\.(-?\d+)?)?", part)
-        if not read:
-            raise UserError(
-                f"{where}: cannot read {part!r}; write indices and ranges such as '0..1,5,-8..-1'"
-            )
-        first = int(read[1])
-        last = first if read[2] is None else -1 if read[3] is None else int(read[3])
-        first, last = (index + depth if index < 0 else index for index in (first, last))
-        if not 0 <= first <= last < depth:
-            raise UserError(
-                f"{where}: {part!r} does not fit a model of {depth} blocks (0 to {depth - 1})"
-            )
-        chosen.update(range(first, last + 1))
-    return frozenset(chosen)
+    schedule: tuple[Switch, ...] = ()
 
 
 def known_policies(
@@ -98,65 +62,89 @@ def known_policies(
     return known
 
 
-def _check_counts(precision: PrecisionConfig, depth: int) -> None:
-    """The BF16 blocks at both ends are whole numbers that leave at least one block between them."""
+def bf16_blocks(precision: PrecisionConfig, depth: int) -> tuple[int, int]:
+    """Number of first and of last BF16 blocks; they leave at least one block between them.
+
+    A fraction of the depth is rounded up: 0.15 of 62 blocks are 10.
+    """
     keys = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    counts = [getattr(precision, key) for key in keys]
-    for key, count in zip(keys, counts, strict=True):
-        if count < 0:
-            raise UserError(f"precision.{key} is {count}; it must be 0 or more")
+    counts = []
+    for key in keys:
+        value = getattr(precision, key)
+        whole = isinstance(value, int) or float(value).is_integer()
+        if value < 0 or (not whole and value > 1):
+            raise UserError(
+                f"precision.{key} is {value}; it must be 0 or more blocks, or a fraction below 1"
+            )
+        counts.append(int(value) if whole else ceil(Fraction(str(value)) * depth))
     nothing_left = sum(counts) == depth and precision.default != "bf16"
     if any(counts) and (sum(counts) > depth or nothing_left):
         raise UserError(
             f"precision: {counts[0]} first and {counts[1]} last blocks in bf16 leave none of the "
             f"{depth} blocks for {precision.default!r}; lower precision.{keys[0]} or {keys[1]}"
         )
+    return counts[0], counts[1]
 
 
-def _select(linears: Sequence[LinearInfo], rule: Rule, depth: int, where: str) -> set[str]:
-    """Names of the linears a rule selects; UserError if there are none."""
-    if rule.match is None and rule.kind is None and rule.blocks is None:
-        raise UserError(
-            f"{where} selects nothing; give match, kind or blocks, or set precision.default for all"
-        )
-    chosen = list(linears)
-    if rule.match is not None:
-        chosen = [one for one in chosen if fnmatchcase(one.name, rule.match)]
-        if not chosen:
-            names = [one.name for one in linears]
-            raise UserError(
-                f"{where}: match {rule.match!r} fits no linear; the {len(names)} names run from "
-                f"{names[0]} to {names[-1]}"
-            )
-    if rule.kind is not None:
-        kinds = list(dict.fromkeys(one.kind for one in linears))
-        if not any(fnmatchcase(kind, rule.kind) for kind in kinds):
-            raise unknown("kind", rule.kind, kinds, f"{where}.kind")
-        chosen = [one for one in chosen if fnmatchcase(one.kind, rule.kind)]
-    if rule.blocks is not None:
-        blocks = select_blocks(rule.blocks, depth, f"{where}.blocks")
-        chosen = [one for one in chosen if one.block in blocks]
-    if not chosen:
-        raise UserError(f"{where} ({rule}) matches no linear: its selectors have none in common")
-    return {one.name for one in chosen}
-
-
-def _check_shape(row: PlanRow, tensor_parallel: int) -> None:
-    """Dimensions that blocks of 16 run along are multiples of 16 on each tensor-parallel rank."""
+def check_shape(row: PlanRow, tensor_parallel: int) -> None:
+    """Dimensions are multiples of what the formats need, on each tensor-parallel rank."""
     sizes = {
         "out_features": (row.out_features, row.kind in SPLIT_OUT),
         "in_features": (row.in_features, row.kind in SPLIT_IN),
     }
-    multiple = row.policy.token_multiple
+    multiples = row.policy.multiples
     for key, (size, split) in sizes.items():
-        parts = tensor_parallel if split else 1
+        parts, multiple = tensor_parallel if split else 1, multiples[key]
         if size % (multiple * parts):
             ranks = f" on {parts} tensor-parallel ranks" if parts > 1 else ""
             raise UserError(
                 f"{row.name}: {key} is {size}, which {row.policy.name} cannot cut into blocks of "
                 f"{multiple}{ranks}; make it a multiple of {multiple * parts} or exclude it by "
-                f"precision.rules=[{{use: bf16, match: {row.name}}}]"
+                f'precision.rules=[{{use: bf16, match: "{row.name}"}}]'
             )
+
+
+def _default(precision: PrecisionConfig, known: Mapping[str, Policy]) -> str:
+    """The default policy; UserError if it is unknown, or two at once."""
+    named = re.split(r"[,+/& ]+", precision.default)
+    if len(named) > 1 and all(name in known for name in named):
+        raise UserError(
+            f"precision.default names {' and '.join(named)} for the same linears; write one of "
+            f"them, and the other as precision.rules=[{{use: {named[1]}, match: ...}}]"
+        )
+    if precision.default not in known:
+        raise unknown("policy", precision.default, known, "precision.default")
+    return precision.default
+
+
+def by_kind(
+    use: str, linear: LinearInfo | PlanRow, known: Mapping[str, Policy], reason: str
+) -> tuple[str, str]:
+    """Policy and reason of a linear after the by_kind of the policy that was chosen for it."""
+    for glob, other in known[use].by_kind:
+        if other not in known:
+            raise unknown("policy", other, known, f"precision.policies.{use}.by_kind")
+        if fnmatchcase(linear.kind, glob):
+            return other, f"{reason}, {use} by_kind {glob}"
+    return use, reason
+
+
+def _notes(
+    precision: PrecisionConfig, known: Mapping[str, Policy], used: set[str], kinds: set[str]
+) -> Iterator[str]:
+    """What is written in the recipe, or in a policy in use, and has no effect."""
+    reached = used | {switch.to for switch in precision.schedule}
+    for name, data in reversed(list(precision.policies.items())):
+        if name in reached:  # the ones it is made of come before it
+            tables = [value for value in data.values() if isinstance(value, str)]
+            reached |= {*tables, *(other for _, other in known[name].by_kind)}
+    for name in precision.policies:
+        if name not in reached:
+            yield f"note: no linear uses precision.policies.{name}"
+    for name in sorted(used):
+        for glob, other in known[name].by_kind:
+            if not any(fnmatchcase(kind, glob) for kind in kinds):
+                yield f"note: {name} has {other} for {glob}, and this model has no such linear"
 
 
 def _blocks(count: int) -> str:
@@ -182,12 +170,10 @@ def resolve(
         raise UserError("precision: the model has no linear to plan for")
     known = known_policies(precision, presets)
     depth = max(one.block for one in linears) + 1
-    _check_counts(precision, depth)
-    if precision.default not in known:
-        raise unknown("policy", precision.default, known, "precision.default")
+    start, end = bf16_blocks(precision, depth)
+    default = _default(precision, known)
 
     decided: dict[str, tuple[str, str]] = {}  # name -> policy name, reason
-    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     for one in linears:
         if 0 <= one.block < start:
             decided[one.name] = "bf16", f"first {_blocks(start)}"
@@ -197,25 +183,36 @@ def resolve(
         where = f"precision.rules[{index}]"
         if rule.use not in known:
             raise unknown("policy", rule.use, known, f"{where}.use")
-        selected = _select(linears, rule, depth, where)
+        if rule.empty:
+            raise UserError(
+                f"{where} selects nothing; give match, kind or blocks, or set precision.default "
+                f"for all"
+            )
+        selected = select(linears, rule, depth, where)
         new = selected - decided.keys()
         if not new:
             earlier = sorted({decided[name][1] for name in selected})
+            others = sorted({decided[name][0] for name in selected} - {rule.use})
+            instead = f", for {', '.join(others)} instead of {rule.use}" if others else ""
             raise UserError(
                 f"{where} ({rule}) decides nothing: its {len(selected)} linears are already "
-                f"decided by {', '.join(earlier)}"
+                f"decided by {', '.join(earlier)}{instead}; delete one of the two"
             )
         decided.update(dict.fromkeys(new, (rule.use, f"rules[{index}] {rule}")))
 
-    rows = []
+    rows, used = [], set()
     for one in linears:
-        use, reason = decided.get(one.name, (precision.default, "default"))
+        use, reason = decided.get(one.name, (default, "default"))
+        used.add(use)
+        use, reason = by_kind(use, one, known, reason)
         rows.append(PlanRow.of(one, known[use], reason))
-        _check_shape(rows[-1], tensor_model_parallel_size)
-    return PrecisionPlan(tuple(rows))
+        check_shape(rows[-1], tensor_model_parallel_size)
+    used |= {row.policy.name for row in rows}
+    notes = _notes(precision, known, used, {one.kind for one in linears})
+    return PrecisionPlan(tuple(rows), notes=tuple(notes))
 
 
 __all__ = [
-    "LinearInfo", "PlanRow", "Policy", "PrecisionConfig", "PrecisionPlan", "Rule",
+    "LinearInfo", "PlanRow", "Policy", "PrecisionConfig", "PrecisionPlan", "Rule", "Switch",
     "known_policies", "resolve", "select_blocks",
 ]  # fmt: skip
