@@ -128,7 +128,7 @@ def _expanded(entry: Entry, base: Recipe, seeds: int, out: Path) -> Variant:
         recipe = finish(Draft(Path(f"variant {entry.name}"), data), entry.changes)
     except RecipeError as error:
         lines = [line.removeprefix(f"variant {entry.name}: ") for line in error.lines]
-        raise RecipeError(*(f"{entry.option}: {line}" for line in lines)) from None
+        raise RecipeError(*(f"variant {entry.name}: {line}" for line in lines)) from None
     recipes = []
     for seed in range(base.run.seed, base.run.seed + seeds):
         name = f"{entry.name}_s{seed}"
