@@ -177,7 +177,9 @@ ERRORS = [
     (mine(base="quartet2", fprop={"input": {"hadamard": 16}, "weight": {"hadamard": 16}}),
      "mine: dgrad.source forward: the weight of fprop is rotated along another dimension"),
     (mine(base="four_over_six", fprop={"input": {"hadamard": 16}, "weight": {"hadamard": 16}}),
-     "precision.policies.mine.fprop.input: "),
+     "mine.fprop.input: scale_rule: four_over_six_mse goes neither with hadamard nor with round"),
+    (mine(base="mxfp8", accumulate="sequential16"),
+     "mine: accumulate sequential16 is the order of NVFP4's reference; fprop.input is e4m3 with"),
     (dict(default="fp8_block, nvfp4"),
      "precision.default names fp8_block and nvfp4 for the same linears; write one of them, and"),
     (dict(rules=(Rule("fp8_block", kind="mlp.*"), Rule("nvfp4", kind="mlp.*"))),
@@ -329,10 +331,13 @@ def test_unused_policies_are_noted():
         "gemm_of_used": {"base": "mxfp8"},
         "used": {"base": "base_of_used", "dgrad": "gemm_of_used"},
         "idle": {"base": "nvfp4"},
+        "by_its_kind": {"base": "nvfp4", "by_kind": {"mlp.*": "later"}},
+        "later": {"base": "nvfp4"},
         "of_a_switch": {"base": "bf16"},
     }
     plan = plan_of(
         default="used",
+        rules=(Rule("by_its_kind", blocks=-1),),
         policies=defined,
         schedule=(Switch(at=0.5, gemms=("fprop",), to="of_a_switch"),),
     )

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from nvfp4.errors import UserError
+from nvfp4.numerics import scaling
 from nvfp4.precision.context import StepContext, use_context
 from nvfp4.precision.linear import linear
 from nvfp4.precision.operands import policy_from_dict
@@ -79,6 +80,22 @@ def test_history_rolls_once_per_step(algorithm):
         expected = [size * amax(x) for size in reversed(sizes[: index + 1])][:3]
         assert history == expected + [0.0] * (3 - len(expected))
         assert used == (max(expected) if algorithm == "max" else expected[0])
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_scales_are_those_of_transformer_engines_rule(algorithm):
+    """amax and equation (1) against scaling.delayed_scale, which keeps scales and another order."""
+    one = policy(amax_history=3, amax_algorithm=algorithm, margin=1)
+    state = MethodState(plan_of(one))
+    history, scale = torch.zeros(3), torch.ones(())
+    for amax_now in (2.0, 8.0, 0.0, 4.0, torch.inf, 1.0, 1.0, 0.0, 0.0, 0.0, 3.0):
+        now = torch.tensor(amax_now)
+        state.observe("fc", "input", now, training=True)
+        state.update()
+        scale = scaling.delayed_scale(history, now, scale, 448.0, 1, algorithm)
+        history = scaling.roll_history(history, now)
+        ours = scaling.fp8_encode_scale(state.amax[0], 448.0 / 2, False, scaling.FLT_MAX)
+        assert ours == scale
 
 
 def test_amax_of_zero_or_infinity_keeps_the_former():

@@ -187,7 +187,7 @@ def test_loss_and_gradients_count_tokens_not_batches(tmp_path):
         assert loss4 == pytest.approx(by_hand.item(), rel=1e-6)
         assert loss1 == pytest.approx(loss4, rel=1e-6)
         assert (gradient1 - gradient4).norm() < 1e-5 * gradient4.norm()
-        with pytest.raises(step_module.TrainingError, match="no token of the batch counts"):
+        with pytest.raises(UserError, match="no token of the batch counts"):
             empty = iter([(0, {**batch, "loss_mask": torch.zeros(4, 64)})])
             step_module.forward_backward(recipe, model, empty, 1, 1, world)
 

@@ -2,11 +2,12 @@
 numerics unasked.
 
 ``checkpoints/step_000020/`` holds what ``megatron.core.dist_checkpointing`` writes (any parallel
-layout can read it), the recipe, and ``checkpoint.json``: step, consumed samples, the run's identity
-and the size of every file. It is written under a temporary name, synced, and renamed; only then is
-``latest`` beside the folder replaced. A kill at any instant leaves the previous checkpoint valid.
-No generator state is stored: initial weights are the only draw, and stochastic rounding is
-addressed by seed, step and element (precision/context.py).
+layout can read it; what policies remember, such as amax histories, is part of it), the recipe, and
+``checkpoint.json``: step, consumed samples, the run's identity and the size of every file. It is
+written under a temporary name, synced, and renamed; only then is ``latest`` beside the folder
+replaced. A kill at any instant leaves the previous checkpoint valid. No generator state is stored:
+initial weights are the only draw, and stochastic rounding is addressed by seed, step and element
+(precision/context.py).
 """
 
 import json
@@ -14,7 +15,7 @@ import os
 import queue
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil  # noqa: F401  without it Megatron's writer processes die and its save waits for ever
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from nvfp4.config import Recipe
 from nvfp4.engine.optimizer import allocate_state, load_optimizer
@@ -41,13 +43,17 @@ _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_av
 
 @dataclass
 class TrainState:
-    """What training changes: the wrapped model, its optimizer and schedule, how far they are."""
+    """What training changes: the wrapped model, its optimizer and schedule, how far they are.
+
+    method: what policies remember from step to step, by name (precision/state.py).
+    """
 
     model: DistributedDataParallel
     optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
     step: int = 0
     samples: int = 0
+    method: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save(folder: Path, state: TrainState, identity: dict, recipe: Recipe, world: World) -> Path:
@@ -156,6 +162,7 @@ def load(path: Path, record: dict, state: TrainState) -> None:
     load_optimizer(state.optimizer, loaded["optimizer"])
     state.schedule.load_state_dict(loaded["schedule"])
     state.step, state.samples = record["step"], record["samples"]
+    state.method = loaded.get("method", {})
 
 
 def differences(saved: dict[str, str], current: dict[str, str]) -> list[str]:
@@ -197,7 +204,8 @@ def _sharded(state: TrainState, is_loading: bool = False) -> dict:
     metadata = {**_FORMAT, "dp_cp_group": group}
     model = state.model.module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer, "schedule": state.schedule.state_dict()}
+    rest = {"schedule": state.schedule.state_dict(), "method": state.method}  # alike on all ranks
+    return {"model": model, "optimizer": optimizer, **rest}
 
 
 def _point_latest(folder: Path, checkpoint: Path) -> None:

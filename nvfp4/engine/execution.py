@@ -1,27 +1,38 @@
-"""Precision as the run goes: the plan of each step on the model, and proof that it was executed.
+"""Precision as the run goes: the plan of each step on the model, what policies remember, and proof
+that the plan was executed.
 
 A switch of precision.schedule happens between two steps: the model's linears get the policies of
 the new plan before the first pass of its step, so no backward meets another policy than its
 forward. The plan of a step follows from the recipe alone, which makes a resume bit-equal wherever
 it begins. Audited are the first step of a process and the first step after each switch.
+
+NaN and Inf are never laundered. FP4 has neither, and quantising hides them: so what any GEMM with a
+quantised operand reads is looked at before it is quantised, in every pass, and the first step or
+evaluation in which something is not finite ends the run. The line says where; the gradients of
+that step are not applied. GEMMs without quantised operands hand NaN and Inf on, to the loss or to
+the norm of the gradient, which end the run likewise.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nvfp4.backends import Backend
 from nvfp4.config import Recipe
+from nvfp4.engine import parallel
 from nvfp4.engine.runfolder import RunFolder
-from nvfp4.precision import audit
+from nvfp4.errors import TrainingError
+from nvfp4.precision import audit, nonfinite
+from nvfp4.precision.plan import PrecisionPlan
 from nvfp4.precision.schedule import Switched
+from nvfp4.precision.state import MethodState, needed, use_state
 
 
 class Execution:
-    """The precision side of one process of a run; `first` is the first step it will train."""
+    """The precision side of one process of a run, from step `first` on."""
 
     def __init__(
         self,
@@ -30,18 +41,21 @@ class Execution:
         linears: frozenset[str],
         folder: RunFolder,
         backend: Backend,
+        world: parallel.World,
         *,
-        calls: int,
         first: int,
+        remembered: Mapping[str, Tensor],
     ):
         """model: in Megatron's wrappers, as built with recipe.plan; linears: those of this rank;
-        calls: micro-batches per step."""
+        remembered: method state of the checkpoint after step first - 1, empty without one."""
         self._recipe, self._linears, self._folder = recipe, linears, folder
-        self._backend, self._calls, self._first = backend.name, calls, first
+        self._backend, self._world, self._first = backend.name, world, first
+        self._calls = recipe.accumulation(world.size)
         self._model: Any = model
         while hasattr(self._model, "module"):
             self._model = self._model.module
         self._plan, self._step = recipe.plan, first
+        self._method = self._restored(recipe.plan_at(first - 1), remembered)
         folder.drop_audits(first)
 
     def begin(self, step: int) -> str | None:
@@ -52,7 +66,59 @@ class Execution:
             self._model.attach(plan)
             self._plan = plan
         switch = self._switch
-        return switch.text if switch else None
+        if switch is None:
+            return None
+        former, self._method = self._method, self._fresh(plan)
+        if former and self._method:
+            self._method.take(former)
+        return switch.text
+
+    @contextlib.contextmanager
+    def passes(self) -> Iterator[None]:
+        """Around the passes of a step or an evaluation: policies have their memory, which only a
+        step writes.
+
+        Raises TrainingError on every rank if an operand was not finite on one of them.
+        """
+        failed = None
+        with nonfinite.watching() as seen, use_state(self._method):
+            try:
+                yield
+            except TrainingError as error:  # such as a loss of NaN: say where it came from
+                failed = error
+        lines = parallel.of_any_rank(seen.lines(), self._world)
+        if lines:
+            more = f" (and {len(lines) - 1} more operands)" if len(lines) > 1 else ""
+            row = failed.row if failed else {}
+            raise TrainingError(f"step {self._step}: {lines[0]}{more}", **row) from failed
+        if failed:
+            raise failed
+
+    def end(self) -> None:
+        """After the optimizer's step: what was seen in it becomes part of the memory."""
+        if self._method:
+            self._method.update()
+
+    @property
+    def remembered(self) -> dict[str, Tensor]:
+        """What a checkpoint must keep; the same on every rank."""
+        state = self._method.state_dict() if self._method else {}
+        return {key: value.cpu() for key, value in state.items()}
+
+    def _fresh(self, plan: PrecisionPlan) -> MethodState | None:
+        return MethodState(plan, self._world.device) if needed(plan) else None
+
+    def _restored(
+        self, plan: PrecisionPlan, remembered: Mapping[str, Tensor]
+    ) -> MethodState | None:
+        state = self._fresh(plan)
+        if state and self._first > 1:
+            if self._recipe.checkpoint.allow_changes:  # what another policy left is no history
+                own = state.state_dict()
+                fits = {k: v for k, v in remembered.items() if k in own and v.shape == own[k].shape}
+                remembered = own | fits
+            state.load_state_dict(remembered)
+        return state
 
     @property
     def _switch(self) -> Switched | None:

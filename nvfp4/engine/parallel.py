@@ -118,6 +118,16 @@ def any_rank(flag: bool, world: World) -> bool:
     return bool(votes.item())
 
 
+def of_any_rank(lines: list[str], world: World) -> list[str]:
+    """The lines of all ranks, in order of the ranks, the same on each; one that several have
+    counts once."""
+    if not any_rank(bool(lines), world) or world.size == 1:
+        return lines
+    gathered: list[list[str]] = [[]] * world.size
+    dist.all_gather_object(gathered, lines)
+    return list(dict.fromkeys(line for one in gathered for line in one))
+
+
 def sum_of_reports(reports: list[torch.Tensor], world: World) -> tuple[float, float]:
     """Totals of the (loss sum, token count) pairs of all micro-batches and ranks, the same on every
     rank.

@@ -23,22 +23,9 @@ from megatron.core.transformer.module import Float16Module
 from nvfp4.config import Recipe
 from nvfp4.engine import cpu, parallel
 from nvfp4.engine.batches import Batch, micro_batches, position_offset
-from nvfp4.errors import UserError
+from nvfp4.errors import TrainingError
 from nvfp4.models.hybrid import build
 from nvfp4.precision.context import StepContext, use_context
-
-
-class TrainingError(UserError):
-    """Training cannot go on (exit code 1); the last checkpoint is untouched.
-
-    row: what is known of the failed step, for metrics.jsonl; not all of it is finite.
-    """
-
-    exit_code = 1
-
-    def __init__(self, message: str, **row: float):
-        super().__init__(f"{message}; stopped, the last checkpoint is untouched")
-        self.row = row
 
 
 def build_model(
@@ -114,8 +101,11 @@ def forward_backward(
     loss, tokens = parallel.sum_of_reports(reports, world)
     if not tokens or not math.isfinite(loss):
         mean = loss / tokens if tokens else math.nan
-        what = f"the loss is {mean}" if tokens else "no token of the batch counts"
-        raise TrainingError(f"step {step}: {what}", loss=mean)
+        which = "validation loss" if forward_only else "loss"
+        what = f"the {which} is {mean}" if tokens else "no token of the batch counts"
+        raise TrainingError(
+            f"step {step}: {what}", **{which.replace("validation ", "valid_"): mean}
+        )
     return loss / tokens
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nvfp4 import backends
 from nvfp4.config import Recipe
@@ -24,7 +26,7 @@ from nvfp4.engine.runfolder import (
     recipe_changes,
 )
 from nvfp4.engine.signals import StopRequest
-from nvfp4.errors import UserError
+from nvfp4.errors import TrainingError, UserError
 from nvfp4.models.configs import count_parameters
 
 Echo = Callable[[str], None]
@@ -89,7 +91,6 @@ def _train(
     from nvfp4.engine.batches import micro_batches
     from nvfp4.engine.optimizer import build_optimizer, build_schedule
     from nvfp4.engine.step import (
-        TrainingError,
         build_model,
         evaluate,
         forward_backward,
@@ -142,8 +143,9 @@ def _train(
     if world.main:
         write_plans(recipe, folder.path)
     execution = Execution(
-        recipe, model, linears, folder, backend, calls=accumulation, first=state.step + 1
-    )
+        recipe, model, linears, folder, backend, world,
+        first=state.step + 1, remembered=state.method,
+    )  # fmt: skip
 
     # the steps
     with StopRequest() as stop, _metrics(recipe, folder, state.step, world) as metrics:
@@ -161,23 +163,29 @@ def _train(
             switch = execution.begin(step)
             if switch and metrics:
                 metrics.note(step, f"step {step}: switch of precision: {switch}")
+            last = step == recipe.steps
+            row: dict[str, Any] = {"step": step, "tokens": tokens, "loss": math.nan}
             try:
-                with gemm_error(recipe, folder, world, step), execution.audited():
-                    loss = forward_backward(recipe, model, batches, accumulation, step, world)
-                lr, grad_norm = update(optimizer, state.schedule, batch_size, step, loss)
+                with (
+                    gemm_error(recipe, folder, world, step),
+                    execution.passes(),
+                    execution.audited(),
+                ):
+                    row["loss"] = forward_backward(
+                        recipe, model, batches, accumulation, step, world
+                    )
+                lr, grad_norm = update(optimizer, state.schedule, batch_size, step, row["loss"])
+                execution.end()
+                state.step, state.samples = step, state.samples + batch_size
+                seconds = time.perf_counter() - began
+                row |= {"grad_norm": grad_norm, "lr": lr} | ({"switch": switch} if switch else {})
+                if last or step % settings.valid_every == 0:
+                    with execution.passes():
+                        row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
             except TrainingError as error:
                 if metrics:
-                    metrics.write_failure({"step": step, "tokens": tokens, **error.row})
+                    metrics.write_failure(row | error.row)
                 raise
-            state.step, state.samples = step, state.samples + batch_size
-            seconds = time.perf_counter() - began
-
-            last = step == recipe.steps
-            row = dict(step=step, tokens=tokens, loss=loss, grad_norm=grad_norm, lr=lr)
-            if switch:
-                row["switch"] = switch
-            if last or step % settings.valid_every == 0:
-                row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
             if metrics:
                 metrics.write(row, seconds, recipe.tokens_per_step)
 
@@ -185,6 +193,7 @@ def _train(
             if last or stopping or step % recipe.checkpoint.every == 0:
                 if metrics:
                     metrics.sync()
+                state.method = execution.remembered
                 saved = checkpoint.save(folder.path, state, who(step), recipe, world)
     if state.step == recipe.steps:
         echo(f"finished: {recipe.steps} steps, last checkpoint {saved}")

@@ -25,7 +25,7 @@ from math import ceil
 from typing import Any, ClassVar
 
 from nvfp4.errors import UserError
-from nvfp4.precision.operands import Policy, policy_from_dict, unknown
+from nvfp4.precision.operands import GEMMS, Policy, policy_from_dict, unknown
 from nvfp4.precision.plan import LinearInfo, PlanRow, PrecisionPlan
 from nvfp4.precision.presets import PRESETS
 from nvfp4.precision.selectors import Rule, Switch, select, select_blocks
@@ -129,15 +129,20 @@ def by_kind(
     return use, reason
 
 
+def _made_of(name: str, precision: PrecisionConfig, known: Mapping[str, Policy]) -> list[str]:
+    """Names of the policies that a policy of the recipe takes parts of, or hands linears to."""
+    data = precision.policies.get(name, {})
+    parts = [data[key] for key in ("base", *GEMMS) if isinstance(data.get(key), str)]
+    return parts + [other for _, other in known[name].by_kind]
+
+
 def _notes(
     precision: PrecisionConfig, known: Mapping[str, Policy], used: set[str], kinds: set[str]
 ) -> Iterator[str]:
     """What is written in the recipe, or in a policy in use, and has no effect."""
     reached = used | {switch.to for switch in precision.schedule}
-    for name, data in reversed(list(precision.policies.items())):
-        if name in reached:  # the ones it is made of come before it
-            tables = [value for value in data.values() if isinstance(value, str)]
-            reached |= {*tables, *(other for _, other in known[name].by_kind)}
+    while more := {one for name in reached for one in _made_of(name, precision, known)} - reached:
+        reached |= more
     for name in precision.policies:
         if name not in reached:
             yield f"note: no linear uses precision.policies.{name}"

@@ -5,15 +5,23 @@ Beside each: where it comes from, and what was taken where the public descriptio
 
 from dataclasses import replace
 
-from nvfp4.numerics.spec import NVFP4, NVFP4_2D, FP8_1x128, FP8_128x128, QuantSpec
+from nvfp4.numerics.spec import (
+    FP8_TENSOR,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_2D,
+    FP8_1x128,
+    FP8_128x128,
+    QuantSpec,
+)
 from nvfp4.precision.tables import Dgrad, Fprop, Policy, Wgrad
 
 FP8_ROW = replace(FP8_1x128, block_scale="fp32")
 FP8_TILE = replace(FP8_128x128, block_scale="fp32")
-E4M3 = QuantSpec("e4m3", "tensor", "fp32", "current", "none")
-E5M2 = replace(E4M3, format="e5m2")
-MXFP8 = QuantSpec("e4m3", "1x32", "e8m0", "rceil", "none")
-MXFP4 = QuantSpec("e2m1", "1x32", "e8m0", "rceil", "none")
+FP8_GRADIENT = replace(FP8_TENSOR, format="e5m2")
+FP8_DELAYED = replace(FP8_TENSOR, scale_rule="delayed")
+FP8_DELAYED_GRADIENT = replace(FP8_DELAYED, format="e5m2")
 NVFP4_STOCHASTIC = replace(NVFP4, rounding="stochastic")
 NVFP4_ROTATED = replace(NVFP4, hadamard=16, signs="fixed")
 NVFP4_ROTATED_STOCHASTIC = replace(NVFP4_ROTATED, rounding="stochastic")
@@ -50,6 +58,8 @@ def _paper(name: str, activation: QuantSpec, weight: QuantSpec, size: int) -> Po
 # The paper's method (arXiv 2509.25149, section 4 and appendix C).
 _NVFP4 = _paper("nvfp4", NVFP4, NVFP4_2D, 16)
 
+_ROUNDED_UP = replace(MXFP4, scale_rule="rceil")
+
 # Four Over Six (arXiv 2512.02010): each block to 6 or to 4, tensor scale for a ceiling of 256. The
 # error is squared, as in the paper (Transformer Engine's default is absolute). Weights and forward
 # activations; not the rotated wgrad input, not gradients: neither is defined in the sources.
@@ -64,10 +74,8 @@ _OUTER = replace(NVFP4, second_level="outer128")
 _OUTER_NOISY = replace(_OUTER, rounding="stochastic", hadamard=16, signs="step")
 
 # Tseng et al. (arXiv 2502.20586): elements times 3/4 so that none clips, stochastic, rotated by 64.
-_TSENG = QuantSpec("e2m1", "1x32", "e8m0", "floor_3_4", "none", 448, "stochastic", 64, "step")
+_TSENG = replace(MXFP4, scale_rule="floor_3_4", rounding="stochastic", hadamard=64, signs="step")
 
-_DELAYED = replace(E4M3, scale_rule="delayed")
-_OCP = replace(MXFP4, scale_rule="floor")
 _UE5M3 = replace(NVFP4, block_scale="ue5m3")
 _MEAN = _paper("averis", NVFP4, NVFP4_2D, 0)
 
@@ -80,9 +88,9 @@ PRESETS: dict[str, Policy] = {
         Policy("bf16"),
         # Per-tensor FP8, hybrid: E4M3 forward, E5M2 gradients (Transformer Engine
         # Float8CurrentScaling, whose scales are FP32 unless a variable makes them powers of two).
-        _uniform("fp8_current", E4M3, E5M2),
+        _uniform("fp8_current", FP8_TENSOR, FP8_GRADIENT),
         # The same with scales from the last 1024 steps (Transformer Engine DelayedScaling).
-        _uniform("fp8_delayed", _DELAYED, replace(_DELAYED, format="e5m2")),
+        _uniform("fp8_delayed", FP8_DELAYED, FP8_DELAYED_GRADIENT),
         # The paper's reference run (arXiv 2509.25149, section 3): E4M3 everywhere; activations and
         # gradients in blocks of 1x128, weights 128x128; FP32 scales taken from the tensor itself.
         # Transformer Engine's default for this family rounds the scales to powers of two instead.
@@ -96,10 +104,10 @@ PRESETS: dict[str, Policy] = {
         # (Transformer Engine MXFP8BlockScaling).
         _uniform("mxfp8", MXFP8, MXFP8),
         # The format as OCP MX v1.0 defines it and nothing else: scale rule floor, nearest-even.
-        _uniform("mxfp4_ocp", _OCP, _OCP),
+        _uniform("mxfp4_ocp", MXFP4, MXFP4),
         # The MXFP4 run of arXiv 2509.25149 figure 6: the method of NVFP4 with a rotation of 32 and
         # scales rounded up (appendix B). Weights 32x32: the text does not say, the method does.
-        _paper("mxfp4_paper", MXFP4, replace(MXFP4, block="32x32"), 32),
+        _paper("mxfp4_paper", _ROUNDED_UP, replace(_ROUNDED_UP, block="32x32"), 32),
         _NVFP4,
         # Every operand 1x16 and nearest-even: the variant that diverges (arXiv 2509.25149, 4).
         _uniform("nvfp4_naive", NVFP4, NVFP4),

@@ -219,8 +219,13 @@ def _gemm_contradictions(policy: Policy, gemm: str) -> Iterator[str]:
     for role, spec in operands.items():
         if spec and spec.scale_rule == "delayed" and spec.hadamard:
             yield f"{gemm}.{role}: the history of a delayed scale is that of unrotated values"
-        if spec and spec.scale_rule.startswith("four_over_six") and spec.hadamard:
-            yield f"{gemm}.{role}: {spec.scale_rule} is not defined for a rotated operand"
+    if policy.accumulation(gemm) == "sequential16":
+        for role, spec in operands.items():
+            if spec and spec.second_level not in ("tensor", "row"):
+                yield (
+                    f"accumulate sequential16 is the order of NVFP4's reference; {gemm}.{role} is "
+                    f"{spec.format} with second_level {spec.second_level}"
+                )
 
 
 def _split_contradictions(policy: Policy) -> Iterator[str]:
