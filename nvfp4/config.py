@@ -9,6 +9,7 @@ the words for what is wrong. No torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     Raises:
         RecipeError: all mistakes found, one line each: file:line, key, what would be right.
     """
-    draft = load_chain(find(str(name_or_path)))
-    schema = Schema(Recipe)
+    return finish(load_chain(find(str(name_or_path))), overrides)
+
+
+def finish(draft: Draft, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a draft, with overrides on top; RecipeError as load_recipe."""
+    schema = _schema()
     defaults = Recipe().model_dump(mode="json")
     problems = []
     for text in overrides:
@@ -70,6 +75,12 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     if problems := explain(draft, schema):
         raise RecipeError(*problems)
     return recipe
+
+
+@cache
+def _schema() -> Schema:
+    """The keys of a recipe; reading them off the classes takes as long as all the rest."""
+    return Schema(Recipe)
 
 
 def parse_override(text: str) -> tuple[Key, Any]:

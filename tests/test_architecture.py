@@ -46,7 +46,7 @@ def imported(path: Path) -> set[str]:
 
 def family_of(module: str) -> str:
     name = module.split(".")[0]
-    return "config" if name.startswith("config") else name
+    return next((family for family in ("config", "cli") if name.startswith(family)), name)
 
 
 @pytest.mark.parametrize("module", modules())

@@ -7,13 +7,18 @@ import pytest
 import torch
 from engine_runs import rows, small
 
+from nvfp4.engine import gemm_error
+from nvfp4.engine.parallel import World
 from nvfp4.engine.train import train
 from nvfp4.numerics.quantize import dequantize, quantize
 from nvfp4.numerics.spec import NVFP4, NVFP4_2D
 from nvfp4.precision import collect
+from nvfp4.precision.collect import Sums
 from nvfp4.precision.context import StepContext, use_context
 from nvfp4.precision.linear import linear
+from nvfp4.precision.policy import LinearInfo, PrecisionConfig, resolve
 from nvfp4.precision.presets import PRESETS
+from nvfp4.precision.state import MethodState, needed, use_state
 
 
 def tensors(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -112,6 +117,22 @@ def test_a_product_of_zeros_has_no_error():
     json.dumps(summary, allow_nan=False)
 
 
+def test_sums_of_all_ranks_are_added(monkeypatch):
+    with collect.observing() as errors:
+        run_linear("nvfp4")
+    with collect.observing() as other:
+        run_linear("nvfp4", calls=2)
+        other.add(("elsewhere", "fprop"), Sums(torch.ones(6, dtype=torch.float64), 1))
+
+    def gather(into, mine):
+        into[:] = [mine, other]
+
+    monkeypatch.setattr(gemm_error.dist, "all_gather_object", gather)
+    world = World(rank=0, size=2, device=torch.device("cpu"), dp_rank=0, dp_size=2, owned=False)
+    total = gemm_error._over_ranks(errors, world)
+    assert total.sums["one", "wgrad"].calls == 3 and total.sums["elsewhere", "fprop"].calls == 1
+
+
 def test_the_last_step_of_a_run_is_observed_and_the_run_stays_the_same(tmp_path):
     keys = ["precision.default=nvfp4", "precision.num_layers_at_end_in_bf16=1", "train.steps=2",
             "schedule.warmup_steps=1"]  # fmt: skip
@@ -134,3 +155,22 @@ def test_the_last_step_of_a_run_is_observed_and_the_run_stays_the_same(tmp_path)
     for gemm in ("fprop", "dgrad", "wgrad"):
         mean = seen["mean"][gemm]
         assert 0.01 < mean["all"] < mean["quantised"] < 0.5
+
+
+@pytest.mark.parametrize("policy", PRESETS)
+def test_every_policy_stays_near_the_exact_product(policy):
+    """A rotation that does not cancel, or a split that is not put back, would show as 100 %."""
+    weight, dy = tensors(128, 128, seed=1).requires_grad_(), tensors(1, 128, 128, seed=3)
+    x = tensors(1, 128, 128, seed=2).requires_grad_()
+    plan = resolve(
+        [LinearInfo("one", "mlp.up", 0, 128, 128)], PrecisionConfig(default=policy)
+    )  # fmt: skip
+    state = MethodState(plan) if needed(plan) else None
+    with collect.observing() as errors, use_state(state):
+        with use_context(StepContext(seed=1, step=1)):
+            y = linear(x, weight, policy=plan.rows[0].policy, name="one", layer=0)
+        y.backward(dy)
+    found = by_gemm(errors)
+    assert list(found) == ["fprop", "dgrad", "wgrad"]
+    assert max(row["relative_error"] for row in found.values()) < 0.3
+    assert all(decibel > 10 for row in found.values() for decibel in row["sqnr_db"].values())

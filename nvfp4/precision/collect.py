@@ -13,15 +13,16 @@ dtype) and y what the GEMM returned, summed over its calls (micro-batches):
 a b^T is computed in FP32. The error therefore holds everything: rounding of both operands, what
 a rotation or a decomposition has saved of it, the accumulation, and the rounding of y to its dtype
 (2^-9 per element for BF16, which is all that an unquantised GEMM shows). An operand has an SQNR
-only if it is quantised in the basis of the original: rotated operands have none, since the rotation
-belongs to both operands and its gain shows only in the GEMM.
+only if its codes stand for the original itself: rotated operands have none, since the rotation
+belongs to both operands and its gain shows only in the GEMM, nor have those of which a split has
+taken something off.
 
 Sums are kept in FP64 on the device of the tensors; nothing waits for the device before summary().
 Nothing is drawn and nothing is changed, so a run that is observed gives the same bits.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,20 +42,20 @@ class Sums:
     """Squared norms of one GEMM of one linear, summed over `calls`.
 
     values: float64 (6,): error and exact product, then noise and signal of operand a, of b.
-    quantised, rotated: of operands a and b, in any call.
+    quantised, apart: of operands a and b, in any call; apart: codes that stand for something else.
     """
 
     values: Tensor
     calls: int = 0
     quantised: tuple[bool, bool] = (False, False)
-    rotated: tuple[bool, bool] = (False, False)
+    apart: tuple[bool, bool] = (False, False)
 
     def add(self, other: "Sums") -> None:
         """The sums of other calls, such as those of another rank, on top."""
         self.values = self.values + other.values.to(self.values.device)
         self.calls += other.calls
         self.quantised = _either(self.quantised, other.quantised)
-        self.rotated = _either(self.rotated, other.rotated)
+        self.apart = _either(self.apart, other.apart)
 
 
 @dataclass(slots=True)
@@ -73,8 +74,9 @@ class GemmErrors:
     def summary(self) -> dict[str, Any]:
         """What gemm_error.json holds.
 
-        linears: one entry per (linear, GEMM), the output layer included. mean: by GEMM, the mean relative error over the
-        linears in which it has a quantised operand, and over all. None where there is none.
+        linears: one entry per (linear, GEMM), the output layer included. mean: by GEMM, the mean
+        relative error over the linears in which it has a quantised operand, and over all. None
+        where there is none.
         """
         rows = [_row(name, gemm, sums) for (name, gemm), sums in self.sums.items()]
         mean = {}
@@ -112,29 +114,31 @@ def observe(
     operands: tuple[QuantizedTensor | Tensor, QuantizedTensor | Tensor],
     originals: tuple[Tensor, Tensor],
     y: Tensor,
+    split: bool = False,
 ) -> None:
     """Called by a linear after a GEMM: y (M, N) of operands a (M, K) and b (N, K).
 
     originals: the same two before quantisation, in the same orientation, not rotated.
+    split: the operands hold only a part of the originals, y has the rest too.
     """
     if not _open:
         return
     a, b = (tensor.float() for tensor in originals)
     exact = a @ b.t()
     parts = [_square(y.float() - exact), _square(exact)]
-    quantised, rotated = [False, False], [False, False]
+    quantised, apart = [False, False], [split, split]
     for index, (operand, original) in enumerate(zip(operands, (a, b), strict=True)):
         noise = torch.zeros_like(parts[0])
         if isinstance(operand, QuantizedTensor):
-            quantised[index], rotated[index] = True, bool(operand.spec.hadamard)
-            if not rotated[index]:
+            quantised[index], apart[index] = True, split or bool(operand.spec.hadamard)
+            if not apart[index]:
                 noise = _square(dequantize(operand) - original)
         parts += [noise, _square(original)]
     one = Sums(
-        torch.stack(parts), 1, (quantised[0], quantised[1]), (rotated[0], rotated[1])
+        torch.stack(parts), 1, (quantised[0], quantised[1]), (apart[0], apart[1])
     )  # fmt: skip
     for errors in _open:
-        errors.add((name, gemm), Sums(one.values, 1, one.quantised, one.rotated))
+        errors.add((name, gemm), Sums(one.values, 1, one.quantised, one.apart))
 
 
 def _square(x: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ def _row(name: str, gemm: str, sums: Sums) -> dict[str, Any]:
     sqnr = {
         role: _decibel(operands[2 * index + 1], operands[2 * index])
         for index, role in enumerate(ROLES[gemm])
-        if sums.quantised[index] and not sums.rotated[index]
+        if sums.quantised[index] and not sums.apart[index]
     }
     return {
         "linear": name,
@@ -174,7 +178,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _mean(rows: list[Mapping[str, Any]]) -> float | None:
+def _mean(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Mean of the relative errors that are known."""
     known = [row["relative_error"] for row in rows if row["relative_error"] is not None]
     return sum(known) / len(known) if known else None

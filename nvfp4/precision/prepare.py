@@ -116,6 +116,7 @@ def multiply(
     audit.record(call.name, gemm, operands, shape, y.dtype, backend.name, accumulate)
     if collect.active():
         collect.observe(
-            call.name, gemm, operands=(a.value, b.value), originals=(a.original, b.original), y=y
-        )
+            call.name, gemm, operands=(a.value, b.value), originals=(a.original, b.original), y=y,
+            split=a.mean is not None or b.mean is not None,
+        )  # fmt: skip
     return y
