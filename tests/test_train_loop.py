@@ -11,7 +11,7 @@ from nvfp4.config import load_recipe
 from nvfp4.engine import step as step_module
 from nvfp4.engine.train import train
 from nvfp4.errors import UserError
-from nvfp4.precision import linear as linear_module
+from nvfp4.precision import call as call_module
 from nvfp4.precision.presets import PRESETS
 
 BF16, FP8, NVFP4 = (f"precision.default={name}" for name in ("bf16", "fp8_block", "nvfp4"))
@@ -255,7 +255,7 @@ def test_a_batch_that_does_not_divide_is_one_line(tmp_path, monkeypatch):
 
 
 def test_no_two_elements_share_random_bits_whatever_the_micro_batch(tmp_path, monkeypatch):
-    draw = linear_module.random_bits
+    draw = call_module.random_bits
     drawn: dict[tuple, bytes] = {}
 
     def noted(**address):
@@ -267,7 +267,7 @@ def test_no_two_elements_share_random_bits_whatever_the_micro_batch(tmp_path, mo
             drawn[(*where, *token)] = row.tobytes()
         return bits
 
-    monkeypatch.setattr(linear_module, "random_bits", noted)
+    monkeypatch.setattr(call_module, "random_bits", noted)
     seen = []
     for size in (4, 2):
         drawn.clear()
