@@ -19,6 +19,7 @@ from nvfp4.precision.fingerprints import fingerprint, repeated
 from nvfp4.precision.operands import GEMMS
 from nvfp4.precision.policy import PrecisionConfig, Rule
 from nvfp4.precision.presets import PRESETS
+from nvfp4.precision.state import MethodState, needed, use_state
 
 RANDOM_BITS = bits_module.random_bits
 CONFIG = PrecisionConfig(
@@ -252,6 +253,18 @@ def test_an_autocast_around_a_gemm_is_caught(model, monkeypatch):
     assert "2 fprop: an autocast to bf16 was on" in lines and len(lines) == 9
 
 
+def test_an_autocast_that_rounds_the_input_of_fp32_linears_is_caught():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    plan = apply_precision(model, "fp32", exclude=(), echo=None)
+    model.insert(1, nn.Conv1d(4, 4, 1))  # autocast makes its result BF16
+    plan = replace(plan, rows=tuple(row for row in plan.rows if row.name == "1"))
+    for enabled, expected in ((False, []), (True, ["1: was given bf16, the plan computes in fp32; "
+                                                   "is autocast on?"])):  # fmt: skip
+        with audit.recording() as log, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model(torch.randn(2, 4, 16, requires_grad=True)).sum().backward()
+        assert audit.compare(log, plan) == expected
+
+
 # --- random bits ------------------------------------------------------------------------------
 
 
@@ -347,4 +360,35 @@ def test_stochastic_rounding_without_bits_is_caught(model, monkeypatch):
     assert audit.compare(step(model), plan, 1) == [
         f"2 {gemm}: grad_output was rounded stochastically 1 times, random bits were drawn 0 times"
         for gemm in ("dgrad", "wgrad")
+    ]
+
+
+# --- every method -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "fp32"])
+def test_every_preset_runs_as_planned(name):
+    """Two micro-batches under the audit: formats, bits and all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 256, bias=False)).bfloat16()
+    plan = apply_precision(model, name, exclude=(), echo=None)
+    state = MethodState(plan) if needed(plan) else None
+    with audit.recording() as log, use_state(state):
+        for index in range(2):
+            x = torch.randn(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+            with use_context(StepContext(0, 1, 2 * index)):
+                y = model(x)
+            y.float().square().sum().backward()
+    assert audit.compare(log, plan, 2, backend="reference") == []
+    random = any(plan.rows[0].policy.random(gemm) for gemm in GEMMS)
+    drawn_bits = any(spec.random for spec in plan.rows[0].policy.specs)
+    assert bool(log.bits) == drawn_bits and (random or not drawn_bits)
+
+
+def test_wrong_accumulation_is_caught(model):
+    model, plan = model
+    model[2].policy = replace(model[2].policy, accumulate="sequential16")
+    assert audit.compare(step(model), plan) == [
+        f"2 {gemm}: accumulation was sequential16, the plan says fp32"
+        for gemm in ("fprop", "dgrad", "wgrad")
     ]

@@ -13,6 +13,7 @@ from test_parity import change, write_run
 from nvfp4.errors import UserError
 from nvfp4.lab.compare import Settings, compare
 from nvfp4.lab.parity import parity, parity_of
+from nvfp4.lab.plots import parity_figure
 from nvfp4.lab.runs import load_run
 
 # --- settings --------------------------------------------------------------------------------
@@ -146,3 +147,20 @@ def test_parity_needs_no_torch(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("b/parity.png")
+
+
+def test_figures_mark_a_switch_of_precision(tmp_path):
+    """A line through both panels at the tokens where the switch's step began, with its text."""
+
+    def edit(rows):
+        rows[199]["switch"] = "fprop to bf16 in 20 of 24 linears"
+
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", salt=1, edit=edit)]
+    figure = parity_figure(parity_of(paths))
+    upper, lower = figure.axes
+    at = 199 * 16 * 512 / 1e6
+    for axes in (upper, lower):
+        marks = [line for line in axes.lines if line.get_linestyle() == ":"]
+        assert [list(line.get_xdata()) for line in marks] == [[at, at]]
+    texts = {text.get_text(): text for text in upper.texts}
+    assert texts["fprop to bf16"].xy[0] == at  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,8 +8,10 @@ from nvfp4.config import RecipeError, load_recipe
 from nvfp4.config_check import report
 from nvfp4.errors import UserError
 from nvfp4.precision.operands import GEMMS
+from nvfp4.precision.plan import describe
+from nvfp4.precision.policy import PrecisionConfig
 from nvfp4.precision.presets import PRESETS
-from nvfp4.precision.schedule import first_step
+from nvfp4.precision.schedule import Switch, first_step, switched_policy
 
 ONE_D = "precision.policies={one_d: {base: nvfp4, fprop: {weight: {block: 1x16}}}}"
 
@@ -106,7 +108,8 @@ def test_switches_add_up_in_order_of_their_steps_and_select_as_rules_do():
     assert early.text == ("dgrad to fp8_block in 4 of 24 linears; dgrad to bf16 in 8 of 24 linears")
     names = {row.policy.name for row in late.plan.rows}
     assert names == {
-        "bf16", "nvfp4+fprop:bf16", "nvfp4+dgrad:fp8_block+fprop:bf16", "nvfp4+dgrad:bf16+fprop:bf16",
+        "bf16", "nvfp4+fprop:bf16", "nvfp4+dgrad:fp8_block+fprop:bf16",
+        "nvfp4+dgrad:bf16+fprop:bf16",
     }  # fmt: skip
     for before, after in pairwise(run.plans):
         for old, new in zip(before.rows, after.rows, strict=True):
@@ -162,3 +165,59 @@ def test_check_shows_each_switch():
     line = "from step 91 of 120   after 184,320 tokens   fprop to bf16 in 20 of 24 linears"
     assert line in text
     assert "nvfp4+fprop:bf16: 20 of 24 linears" in text.split(line)[1]
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("fp32", "bf16")])
+@pytest.mark.parametrize("gemms", [["fprop"], ["dgrad", "wgrad"]], ids=["forward", "backward"])
+def test_every_method_can_leave_for_bf16_late(name, gemms):
+    """The switch of the paper's appendix D, in either direction; the other GEMMs stay as told."""
+    before, bf16 = PRESETS[name], PRESETS["bf16"]
+    after = switched_policy(before, gemms, bf16)
+    for gemm in GEMMS:
+        assert describe(after, gemm) == describe(bf16 if gemm in gemms else before, gemm)
+    assert (after is before) == (not any(before.quantised(gemm) for gemm in gemms))
+
+
+def last_policy(default: str, schedule: str, *more: str):
+    """Of an MLP, after all switches."""
+    run = load_recipe(
+        "tiny_bf16", [f"precision.default={default}", f"precision.schedule={schedule}", *more]
+    )
+    return run.switches[-1].plan.policy_of("decoder.layers.1.mlp.linear_fc1")
+
+
+def test_what_the_target_says_about_all_gemms_comes_along_where_nothing_else_changes():
+    policies = (
+        "precision.policies={slow: {base: nvfp4, accumulate: blackwell, dgrad: null, wgrad: null},"
+        "long: {base: fp8_delayed, amax_history: 7}}"
+    )
+    after = last_policy("nvfp4", "[{at: 0.5, gemms: [fprop], to: long}]", policies)
+    assert after.amax_history == 7 and after.delayed() == ("input", "weight")
+    backward = "[{at: 0.3, gemms: [dgrad, wgrad], to: bf16}, {at: 0.5, gemms: [fprop], to: slow}]"
+    after = last_policy("fp8_block", backward, policies)
+    assert after.accumulation("fprop") == "blackwell"
+    with pytest.raises(RecipeError) as caught:  # dgrad and wgrad would add up so too
+        last_policy("nvfp4", "[{at: 0.5, gemms: [fprop], to: slow}]", policies)
+    (line,) = caught.value.lines
+    assert "nvfp4 with fprop of slow and its own dgrad, wgrad is no policy" in line
+    assert "precision.schedule.0: " in line
+
+
+def test_a_method_by_kind_is_resolved_for_each_linear():
+    run = load_recipe(
+        "tiny_bf16",
+        ["precision.default=nvfp4", "precision.schedule=[{at: 0.5, gemms: [fprop], to: both}]",
+         "precision.policies={both: {base: mxfp8, by_kind: {'mlp.*': bf16}}}"],
+    )  # fmt: skip
+    names = {row.kind: row.policy.name for row in run.switches[0].plan.rows}
+    assert names["mlp.up"] == "nvfp4+fprop:bf16" and names["mamba.in_proj"] == "nvfp4+fprop:both"
+
+
+def test_plain_pytorch_has_no_steps():
+    from torch import nn
+
+    from nvfp4.precision.apply import apply_precision
+
+    config = PrecisionConfig("nvfp4", schedule=(Switch(at=0.5, gemms=("fprop",), to="bf16"),))
+    with pytest.raises(UserError, match="apply_precision knows no steps, so precision.schedule"):
+        apply_precision(nn.Sequential(nn.Linear(16, 16)), config, echo=None)

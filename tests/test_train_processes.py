@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runs import overrides, rows, small
+from megatron.core.dist_checkpointing import load_common_state_dict
 
 from nvfp4.cli import main
 from nvfp4.engine.train import train
@@ -122,6 +123,7 @@ dist.barrier()
 train(recipe("nvfp4_resumed", nvfp4, sharded, "checkpoint.every=2"))
 train(recipe("sharded", bf16, sharded))
 train(recipe("plain", bf16, "train.micro_batch_size=1"))
+train(recipe("delayed", "precision.default=fp8_delayed"), stop_after=1)
 print("all trained", flush=True)
 train(recipe("nvfp4", bf16, sharded))
 """
@@ -171,6 +173,18 @@ def test_one_process_continues_what_two_began(two_processes, capsys):
     assert rows(run)[:2] == whole[:2]
     for key in ("loss", "grad_norm"):
         assert rows(run)[2][key] == pytest.approx(whole[2][key], rel=1e-5)
+
+
+def test_histories_of_two_processes_are_those_of_one(two_processes, tmp_path):
+    """The first step's, to the bit: every rank has the largest amax of all ranks."""
+    folder, _ = two_processes
+    train(small(tmp_path, "precision.default=fp8_delayed", "train.steps=4"), stop_after=1)
+    one, two = (
+        load_common_state_dict(str(run / "checkpoints" / "step_000001"))["method"]
+        for run in (tmp_path, folder / "delayed")
+    )
+    assert len(one) == 8 * 3 and all(one[key].equal(two[key]) for key in one | two)
+    assert all(values[0] == values[1] > 0 for values in one.values())
 
 
 def test_errors_are_printed_once_and_end_every_process(two_processes):

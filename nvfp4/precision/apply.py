@@ -142,6 +142,11 @@ def apply_precision(
         precision = PrecisionConfig(default=precision.name)
     elif isinstance(precision, str):
         precision = PrecisionConfig(default=precision)
+    if precision.schedule:
+        raise UserError(
+            "apply_precision knows no steps, so precision.schedule has no effect here; leave it "
+            "out, and call apply_precision again between the two steps where policies change"
+        )
     _check_stacks(list(chosen), precision)
     plan = resolve(
         [

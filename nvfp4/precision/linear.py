@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from nvfp4 import backends
 from nvfp4.errors import UserError
 from nvfp4.numerics.quantize import QuantizedTensor, dequantize
-from nvfp4.precision import collect
+from nvfp4.precision import audit, collect
 from nvfp4.precision.call import Call
 from nvfp4.precision.context import StepContext, next_call
 from nvfp4.precision.prepare import Operand, multiply, prepare
@@ -71,6 +71,7 @@ def linear(
     """
     multiples = policy.multiples
     _check(x, weight, policy, name, multiples)
+    audit.record_input(name, x.dtype)
     compute = DTYPES[policy.compute_dtype]
     x_MK = x.reshape(-1, x.shape[-1]).to(compute)
     tokens, multiple = x_MK.shape[0], multiples["tokens"]

@@ -140,7 +140,7 @@ def _notes(
     precision: PrecisionConfig, known: Mapping[str, Policy], used: set[str], kinds: set[str]
 ) -> Iterator[str]:
     """What is written in the recipe, or in a policy in use, and has no effect."""
-    reached = used | {switch.to for switch in precision.schedule}
+    reached = used | {switch.to for switch in precision.schedule if switch.to in known}
     while more := {one for name in reached for one in _made_of(name, precision, known)} - reached:
         reached |= more
     for name in precision.policies:
