@@ -253,6 +253,18 @@ def test_an_autocast_around_a_gemm_is_caught(model, monkeypatch):
     assert "2 fprop: an autocast to bf16 was on" in lines and len(lines) == 9
 
 
+def test_an_autocast_that_rounds_the_input_of_fp32_linears_is_caught():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    plan = apply_precision(model, "fp32", exclude=(), echo=None)
+    model.insert(1, nn.Conv1d(4, 4, 1))  # autocast makes its result BF16
+    plan = replace(plan, rows=tuple(row for row in plan.rows if row.name == "1"))
+    for enabled, expected in ((False, []), (True, ["1: was given bf16, the plan computes in fp32; "
+                                                   "is autocast on?"])):  # fmt: skip
+        with audit.recording() as log, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model(torch.randn(2, 4, 16, requires_grad=True)).sum().backward()
+        assert audit.compare(log, plan) == expected
+
+
 # --- random bits ------------------------------------------------------------------------------
 
 

@@ -108,7 +108,8 @@ def test_switches_add_up_in_order_of_their_steps_and_select_as_rules_do():
     assert early.text == ("dgrad to fp8_block in 4 of 24 linears; dgrad to bf16 in 8 of 24 linears")
     names = {row.policy.name for row in late.plan.rows}
     assert names == {
-        "bf16", "nvfp4+fprop:bf16", "nvfp4+dgrad:fp8_block+fprop:bf16", "nvfp4+dgrad:bf16+fprop:bf16",
+        "bf16", "nvfp4+fprop:bf16", "nvfp4+dgrad:fp8_block+fprop:bf16",
+        "nvfp4+dgrad:bf16+fprop:bf16",
     }  # fmt: skip
     for before, after in pairwise(run.plans):
         for old, new in zip(before.rows, after.rows, strict=True):

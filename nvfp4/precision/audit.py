@@ -10,7 +10,7 @@ QuantizedTensor), never from the policy that asked for them; `compare` then look
 
 Compared are the format of each operand with block, scales, rounding, rotation and signs; shape,
 number of executions, accumulation, output dtype and backend of each GEMM; an autocast that was on
-around a GEMM; and the random bits: drawn for every operand that is rounded stochastically, and no
+around a GEMM, or that has rounded the input of an FP32 linear; and the random bits: drawn for every operand that is rounded stochastically, and no
 row of them twice in a step (see fingerprints.py).
 """
 
@@ -54,9 +54,10 @@ class GemmRecord:
 
 @dataclass(slots=True)
 class AuditLog:
-    """GEMMs and random bits in order of execution."""
+    """GEMMs, random bits, and (linear, dtype) of what linears were given, in order of execution."""
 
     records: list[GemmRecord] = field(default_factory=list)
+    inputs: list[tuple[str, str]] = field(default_factory=list)
     bits: list[BitsRecord] = field(default_factory=list)
 
 
@@ -137,9 +138,10 @@ def _autocast(operands: Mapping[str, Any]) -> str:
     return _dtype_name(torch.get_autocast_dtype(data.device.type))
 
 
-def active() -> bool:
-    """Whether anything is recorded just now."""
-    return bool(_logs)
+def record_input(name: str, dtype: torch.dtype) -> None:
+    """Called by a linear with the dtype of its input as it was given, before any rounding."""
+    for log in _logs:
+        log.inputs.append((name, _dtype_name(dtype)))
 
 
 def record_bits(name: str, gemm: str, role: str, bits: torch.Tensor) -> None:
@@ -196,6 +198,9 @@ def compare(
             lines += _against(entry, rows[entry.name])
         elif any("block" in seen for seen in entry.operands.values()):
             lines.append(f"{entry.name} {entry.gemm}: quantised, but the plan does not have it")
+    for name, dtype in log.inputs:  # FP32 may come into BF16 linears: they round it themselves
+        if name in rows and rows[name].policy.compute_dtype == "fp32" and dtype != "fp32":
+            lines.append(f"{name}: was given {dtype}, the plan computes in fp32; is autocast on?")
     recomputed = isinstance(expected_calls, Mapping) and len(set(expected_calls.values())) > 1
     lines += _without_bits(log, rows)
     lines += repeated(log.bits, recomputed=recomputed)
