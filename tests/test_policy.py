@@ -356,7 +356,7 @@ def test_mixed_directions():
     first, last = plan.rows[0].policy, plan.rows[-1].policy
     assert first.fprop == PRESETS["nvfp4"].fprop and first.wgrad == PRESETS["mxfp8"].wgrad
     assert last.fprop == PRESETS["bf16"].fprop and last.wgrad == PRESETS["nvfp4"].wgrad
-    assert first.multiples == {"tokens": 32, "out_features": 32, "in_features": 16}
+    assert first.multiples == {"tokens": 16, "out_features": 16, "in_features": 16}
     mlp = plan.flops_shares()["only_backward"]
     shares = plan.format_shares()
     assert shares == pytest.approx({

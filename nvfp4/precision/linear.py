@@ -13,11 +13,17 @@ blocks always run along the summed dimension. What is rounded where:
     and dx are rounded to BF16 once; dw stays FP32 until it is in weight.main_grad, or in the
     weight's dtype. With compute_dtype "fp32" nothing is rounded to BF16.
 
-16x16 and 128x128 weights are quantised once, in forward; dgrad uses the exact transpose.
+Weights in square blocks (16x16, 32x32, 128x128, the tensor) are quantised once, in forward; dgrad
+uses the exact transpose. With source "forward" an operand of backward is made from the one that
+forward multiplied, dequantised to the compute dtype; its codes are kept, not the tensor.
 
-Tokens are padded with zero rows to a multiple of 16 where blocks of 16 need it. In fprop and dgrad
-that changes nothing: rows are independent, and zeros do not raise an amax. In wgrad the last block
-holds fewer real tokens than 16; its zeros contribute nothing to the sum, before or after rotation.
+Tokens are padded with zero rows to whole blocks and rotations where a format needs them. In fprop
+and dgrad that changes nothing: rows are independent, and zeros do not raise an amax. In wgrad the
+last block holds fewer real tokens; its zeros contribute nothing to the sum, before or after
+rotation.
+
+NaN and Inf in an operand are located by nonfinite.py; what a format makes of them (FP4 has neither)
+is written in numerics.quantize.
 
 What a policy's split adds is in split.py, random addresses in call.py, and how one operand is made
 in prepare.py. Nothing else asks for random bits.

@@ -106,15 +106,15 @@ def check_shape(row: PlanRow, tensor_parallel: int) -> None:
 
 def _default(precision: PrecisionConfig, known: Mapping[str, Policy]) -> str:
     """The default policy; UserError if it is unknown, or two at once."""
+    if precision.default in known:
+        return precision.default
     named = re.split(r"[,+/& ]+", precision.default)
     if len(named) > 1 and all(name in known for name in named):
         raise UserError(
             f"precision.default names {' and '.join(named)} for the same linears; write one of "
             f"them, and the other as precision.rules=[{{use: {named[1]}, match: ...}}]"
         )
-    if precision.default not in known:
-        raise unknown("policy", precision.default, known, "precision.default")
-    return precision.default
+    raise unknown("policy", precision.default, known, "precision.default")
 
 
 def by_kind(

@@ -89,7 +89,7 @@ def hot_channels(x: Tensor, w: Tensor, qx: Quantised, qw: Quantised, call: Call)
     x_hat, w_hat = plain(qx), plain(qw)
     dx, dw = x.float() - x_hat, w.float() - w_hat
     score = dx[: call.tokens].abs().sum(0) / max(call.tokens, 1) + dw.abs().mean(0)
-    block = lcm(specs[0].multiples[1], specs[1].multiples[1])
+    block = lcm(*(max(one.block_shape[1], 1) for one in specs if one is not None))
     count = min(block * ceil(policy.split_fraction * x.shape[1] / block), x.shape[1])
     chosen = score.sort(descending=True, stable=True).indices[:count].sort().values
     left = torch.cat([dx[:, chosen], x_hat[:, chosen]], dim=1).to(x.dtype)
