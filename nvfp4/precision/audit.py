@@ -10,8 +10,8 @@ QuantizedTensor), never from the policy that asked for them; `compare` then look
 
 Compared are the format of each operand with block, scales, rounding, rotation and signs; shape,
 number of executions, accumulation, output dtype and backend of each GEMM; an autocast that was on
-around a GEMM, or that has rounded the input of an FP32 linear; and the random bits: drawn for every operand that is rounded stochastically, and no
-row of them twice in a step (see fingerprints.py).
+around a GEMM, or that has rounded the input of an FP32 linear; and the random bits: drawn for every
+operand that is rounded stochastically, and no row of them twice in a step (see fingerprints.py).
 """
 
 from collections import Counter
