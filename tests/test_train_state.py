@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +102,8 @@ def fc1(monkeypatch):
     def hooked(hook):
         def build_and_hook(recipe, world):
             model, linears = build(recipe, world)
-            hook(model.module.module.decoder.layers[1].mlp.linear_fc1)
+            inner: Any = model.module.module
+            hook(inner.decoder.layers[1].mlp.linear_fc1)
             return model, linears
 
         monkeypatch.setattr(step_module, "build_model", build_and_hook)
