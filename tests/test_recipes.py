@@ -297,3 +297,14 @@ def test_diff_shows_only_what_differs(capsys):
     assert capsys.readouterr().out == "tiny_nvfp4 and tiny_nvfp4 resolve to the same recipe\n"
     check("tiny_fp8", [], against="tiny_bf16")
     assert 'precision.default: "bf16" -> "fp8_block"\n' in capsys.readouterr().out
+
+
+def test_readme_lists_every_policy_and_its_example_loads(tmp_path):
+    text = (FOLDER / "README.md").read_text().partition("## Policies")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")][1:]
+    named = [name.strip() for row in rows for name in row.split(",")]
+    assert sorted(named) == sorted(PRESETS)
+    example = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    (tmp_path / "mine.yaml").write_text("\n".join(["base: tiny_bf16", *example]))
+    recipe = load_recipe(tmp_path / "mine.yaml", ["model.mamba.state_dim=24"])
+    assert {"mine", "mixed"} <= recipe.plan.policies.keys() and len(recipe.switches) == 1
