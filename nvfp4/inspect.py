@@ -86,6 +86,7 @@ def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
                 f"{word}{row[key]}"
                 for key, word in (
                     ("backend", ""),
+                    ("kernel", ""),
                     ("accumulate", "sum "),
                     ("autocast", "autocast "),
                 )

@@ -4,6 +4,7 @@ A backend is a module beside this one with
 
     unsupported_reason() -> str | None     why it cannot run on this machine
     quantize, transpose, gemm              as in nvfp4.numerics, equal to them bit for bit
+    kernel(a, b, accumulate) -> str        which code its gemm takes for a pair, for the audit
 
 The choice is made once, before training, and nothing falls back afterwards.
 """
@@ -28,6 +29,7 @@ class Backend:
     quantize: Callable[..., Any]
     transpose: Callable[..., Any]
     gemm: Callable[..., Any]
+    kernel: Callable[..., str]
 
 
 def _module(name: str) -> ModuleType:
@@ -49,7 +51,9 @@ def choose(requested: str = "auto") -> Backend:
         if reason is None:
             why = "first one supported here" if requested == "auto" else "requested"
             reasons.append(f"{name}: chosen, {why}")
-            return Backend(name, tuple(reasons), module.quantize, module.transpose, module.gemm)
+            return Backend(
+                name, tuple(reasons), module.quantize, module.transpose, module.gemm, module.kernel
+            )
         reasons.append(f"{name}: {reason}")
     raise MachineError(f"run.backend={requested} cannot run on this machine; {'; '.join(reasons)}")
 

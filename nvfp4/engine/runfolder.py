@@ -115,15 +115,15 @@ class RunFolder:
     ) -> None:
         """Add to audit.json what each GEMM of a step executed, with counts, and what differed."""
         counts = Counter(
-            (entry.name, entry.gemm, entry.backend, entry.accumulate, entry.autocast,
+            (entry.name, entry.gemm, entry.backend, entry.kernel, entry.accumulate, entry.autocast,
              entry.out_dtype, entry.shape, json.dumps(entry.operands))
             for entry in log.records
         )  # fmt: skip
         rows = [
-            {"linear": name, "gemm": gemm, "calls": calls, "backend": backend,
+            {"linear": name, "gemm": gemm, "calls": calls, "backend": backend, "kernel": kernel,
              "accumulate": accumulate, **({"autocast": autocast} if autocast else {}),
              "output": output, "shape": list(shape), "operands": json.loads(operands)}
-            for (name, gemm, backend, accumulate, autocast, output, shape, operands), calls
+            for (name, gemm, backend, kernel, accumulate, autocast, output, shape, operands), calls
             in counts.items()
         ]  # fmt: skip
         entry = {"step": step, "switch": switch, "differences": differences, "gemms": rows}

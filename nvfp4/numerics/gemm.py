@@ -165,6 +165,14 @@ def _fp8_blocks(operand: Operand) -> bool:
     return isinstance(operand, QuantizedTensor) and operand.spec.block in ("1x128", "128x128")
 
 
+def kernel(a: Operand, b: Operand, accumulate: str = "fp32") -> str:
+    """Which code of this file or of accumulate.py sums up the products of this pair, in words."""
+    if "outer128" in (_level(a), _level(b)):
+        return f"outer_blocks {accumulate}"
+    both_fp8 = _fp8_blocks(a) and _fp8_blocks(b)
+    return "fp8_blocks" if both_fp8 and accumulate == "fp32" else f"matmul {accumulate}"
+
+
 def gemm(
     a: Operand,
     b: Operand,
@@ -189,9 +197,10 @@ def gemm(
         allowed = ", ".join(models.MODELS)
         raise UserError(f"gemm: accumulate {accumulate!r} is not one of {allowed}")
     _check(a, b, accumulate)
-    if "outer128" in (_level(a), _level(b)):
+    path = kernel(a, b, accumulate)
+    if path.startswith("outer_blocks"):
         y = outer_blocks(a, b, accumulate)
-    elif accumulate == "fp32" and _fp8_blocks(a) and _fp8_blocks(b):
+    elif path == "fp8_blocks":
         y = fp8_blocks(a, b)  # pyright: ignore[reportArgumentType]
     elif accumulate == "sequential16":
         y = sequential16(_exact(a), _exact(b))

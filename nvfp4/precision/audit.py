@@ -39,6 +39,7 @@ class AuditError(UserError):
 class GemmRecord:
     """One executed GEMM: whose, which, its operands' facts by role, (M, N, K) and output dtype.
 
+    kernel: the code that summed up the products, recorded, not compared;
     autocast: the dtype that an autocast would have given the product, "" without one.
     """
 
@@ -49,6 +50,7 @@ class GemmRecord:
     out_dtype: str
     backend: str
     accumulate: str = "fp32"
+    kernel: str = ""
     autocast: str = ""
 
 
@@ -113,18 +115,20 @@ def _scales_fit(operand: QuantizedTensor) -> bool:
 
 def record(
     name: str, gemm: str, operands: Mapping[str, Any], shape: tuple[int, int, int],
-    out_dtype: torch.dtype, backend: str, accumulate: str = "fp32",
+    out_dtype: torch.dtype, backend: str, accumulate: str = "fp32", kernel: str = "",
 ) -> None:  # fmt: skip
     """Called by a linear at each GEMM with the very operands it gets; free when not recording.
 
-    out_dtype: of the tensor that came out; accumulate: the accumulation model it was given.
+    out_dtype: of the tensor that came out; accumulate: the accumulation model it was given; kernel:
+    what the backend says it runs for these operands.
     """
     if not _logs:
         return
     seen = {role: observe(operand) for role, operand in operands.items()}
     entry = GemmRecord(
-        name, gemm, seen, shape, _dtype_name(out_dtype), backend, accumulate, _autocast(operands)
-    )
+        name, gemm, seen, shape, _dtype_name(out_dtype), backend, accumulate, kernel,
+        _autocast(operands),
+    )  # fmt: skip
     for log in _logs:
         log.records.append(entry)
 

@@ -113,7 +113,8 @@ def multiply(
         y = y.to(out_dtype)
     operands = dict(zip(policy.operands(gemm), (a.value, b.value), strict=True))
     shape = (a.rows, b.rows, a.value.shape[1])
-    audit.record(call.name, gemm, operands, shape, y.dtype, backend.name, accumulate)
+    kernel = backend.kernel(a.value, b.value, accumulate)
+    audit.record(call.name, gemm, operands, shape, y.dtype, backend.name, accumulate, kernel)
     if collect.active():
         collect.observe(
             call.name, gemm, operands=(a.value, b.value), originals=(a.original, b.original), y=y,
