@@ -302,6 +302,15 @@ def test_square_blocks_transpose_exactly(spec):
     assert torch.equal(q.codes, t.codes) and torch.equal(q.block_scale, t.block_scale)
 
 
+def test_a_rotated_tile_has_no_transpose():
+    x = normal(4, 32, 64).bfloat16()
+    spec = QuantSpec(block="16x16", hadamard=16)
+    q = quantize(x, spec)
+    assert torch.equal(q.codes, quantize(hadamard.rotate(x), NVFP4_2D).codes)
+    with pytest.raises(UserError, match="the rotation runs along one dimension"):
+        transpose(q)
+
+
 def test_delayed_scaling_uses_the_scale_it_is_given():
     spec = QuantSpec("e4m3", "tensor", "fp32", "delayed", "none")
     x = torch.tensor([[0.1, -1.0, 3.0, 100.0]])

@@ -258,7 +258,6 @@ def test_wrong_arguments_are_one_clear_line(x, spec, arguments, text):
         ({"rounding": "up"}, "rounding: 'up' is not one of nearest, stochastic"),
         ({"hadamard": 12}, "hadamard: 12 is not one of 0, 4, 8, 16"),
         ({"hadamard": False}, "hadamard: False is not one of 0, 4"),
-        ({"hadamard": 16, "block": "16x16"}, "hadamard: 16 does not go with block 16x16"),
         ({"scale_rule": "four_over_six_mae", "hadamard": 16}, "goes neither with hadamard nor"),
         ({"scale_rule": "four_over_six_mse", "rounding": "stochastic"}, "goes neither with"),
         ({"scale_rule": "eden"}, "it needs block 1x16, hadamard 16 or more"),

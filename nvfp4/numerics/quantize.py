@@ -244,10 +244,11 @@ def _scaled_codes(q: QuantizedTensor, scale: Tensor) -> Tensor:
 
 
 def transpose(q: QuantizedTensor) -> QuantizedTensor:
-    """The quantised transpose, exactly; only square blocks have one (UserError otherwise)."""
+    """The quantised transpose, exactly; only square blocks of unrotated values have one."""
     if not q.spec.tiled:
+        what = "the rotation runs" if q.spec.hadamard else f"blocks of {q.spec.block} run"
         raise UserError(
-            f"transpose: blocks of {q.spec.block} run along one dimension; quantize the transposed "
-            "tensor instead, or use square blocks or block tensor"
+            f"transpose: {what} along one dimension; quantize the transposed tensor instead, or "
+            "use square blocks or block tensor without hadamard"
         )
     return QuantizedTensor(q.codes.t().contiguous(), q.block_scale.t().contiguous(), q.amax, q.spec)

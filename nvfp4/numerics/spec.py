@@ -121,11 +121,6 @@ class QuantSpec:
         four_over_six, eden = rule.startswith("four_over_six"), rule == "eden"
         one_row = self.block != "tensor" and self.block_shape[0] == 1
         yield (
-            rotated and not one_row and self.block != "tensor",
-            f"hadamard: {self.hadamard} does not go with block {self.block}, whose transpose must "
-            "stay exact; use hadamard 0 or a block of one row",
-        )
-        yield (
             four_over_six and (rotated or self.rounding == "stochastic"),
             f"scale_rule: {rule} goes neither with hadamard nor with rounding stochastic: the "
             "error it compares is that of nearest rounding of the operand itself",
@@ -167,9 +162,9 @@ class QuantSpec:
 
     @property
     def tiled(self) -> bool:
-        """True for square blocks: the transposed tensor has the same codes and scales."""
+        """True for square blocks without rotation: the transpose has the same codes and scales."""
         rows, columns = self.block_shape
-        return rows == columns
+        return rows == columns and not self.hadamard
 
     @property
     def random(self) -> str | None:

@@ -158,9 +158,7 @@ class Policy:
     def shares_weight(self) -> bool:
         """Whether dgrad takes the transpose of fprop's weight: same spec, square, not rotated."""
         spec = self.fprop.weight
-        return (
-            spec is not None and spec.tiled and not spec.hadamard and spec == self.dgrad.weight
-        )  # fmt: skip
+        return spec is not None and spec.tiled and spec == self.dgrad.weight
 
     @property
     def multiples(self) -> dict[str, int]:
