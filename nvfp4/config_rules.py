@@ -70,6 +70,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "precision", complaint
     else:
         yield from blocks_of_tokens(recipe)
+        yield from sharded_weights(recipe)
         for name, policy in policies(recipe).items():
             if policy.compute_dtype != train.dtype:
                 yield (
@@ -84,6 +85,26 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def policies(recipe: Recipe) -> dict[str, Policy]:
     """The policies of all plans of a run, by name."""
     return {name: one for plan in recipe.plans for name, one in plan.policies.items()}
+
+
+def sharded_weights(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """A weight hook needs whole master weights on every process."""
+    parallel = recipe.parallel
+    sizes = {
+        "parallel.tensor_model_parallel_size": (parallel.tensor_model_parallel_size, 1),
+        "parallel.pipeline_model_parallel_size": (parallel.pipeline_model_parallel_size, 1),
+        "parallel.distributed_optimizer": (parallel.distributed_optimizer, False),
+    }
+    hooked = [one for one in policies(recipe).values() if one.weight_hook != "none"]
+    for key, (value, whole) in sizes.items():
+        if hooked and value != whole:
+            yield (
+                key,
+                (
+                    f"is {value}, but weight_hook {hooked[0].weight_hook} of policy "
+                    f"{hooked[0].name} needs whole weights; set it to {str(whole).lower()}"
+                ),
+            )
 
 
 def complaint_of(check: Callable[[], object]) -> str | None:

@@ -89,7 +89,7 @@ def test_what_ran_after_a_switch_is_audited_and_shown(straight):
         "from step 4: ",
         "executed in step 1\n",
         f"executed in step 4, after the switch {TEXT}",
-        "(reference, sum fp32)",
+        "(reference, matmul fp32, sum fp32)",
         "M x N x K 64 x 128 x 64",
     ):
         assert words in text

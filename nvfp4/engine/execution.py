@@ -26,6 +26,7 @@ from nvfp4.engine import parallel
 from nvfp4.engine.runfolder import RunFolder
 from nvfp4.errors import TrainingError
 from nvfp4.precision import audit, nonfinite
+from nvfp4.precision.oscillation import Oscillation
 from nvfp4.precision.plan import PrecisionPlan
 from nvfp4.precision.schedule import Switched
 from nvfp4.precision.state import MethodState, needed, use_state
@@ -56,6 +57,7 @@ class Execution:
             self._model = self._model.module
         self._plan, self._step = recipe.plan, first
         self._method = self._restored(recipe.plan_at(first - 1), remembered)
+        self._oscillation = self._oscillating(recipe.plan_at(first - 1), remembered)
         folder.drop_audits(first)
 
     def begin(self, step: int) -> str | None:
@@ -65,6 +67,8 @@ class Execution:
         if plan is not self._plan:
             self._model.attach(plan)
             self._plan = plan
+            self._oscillation = self._oscillating(plan, self._oscillation.state_dict())
+        self._oscillation.begin(step, self._masters())
         switch = self._switch
         if switch is None:
             return None
@@ -95,15 +99,33 @@ class Execution:
             raise failed
 
     def end(self) -> None:
-        """After the optimizer's step: what was seen in it becomes part of the memory."""
+        """After the optimizer's step: what was seen in it becomes part of the memory, and the
+        weight hooks of the policies act."""
         if self._method:
             self._method.update()
+        masters = self._masters()
+        for name in self._oscillation.end(self._step, masters):
+            self._weights[name].data.copy_(masters[name])
 
     @property
     def remembered(self) -> dict[str, Tensor]:
         """What a checkpoint must keep; the same on every rank."""
         state = self._method.state_dict() if self._method else {}
+        state |= self._oscillation.state_dict()
         return {key: value.cpu() for key, value in state.items()}
+
+    def _masters(self) -> dict[str, Tensor]:
+        """FP32 master weights of the linears with a weight hook, by name."""
+        return {name: getattr(w, "main_param", w).data for name, w in self._weights.items()}
+
+    def _oscillating(self, plan: PrecisionPlan, state: Mapping[str, Tensor]) -> Oscillation:
+        hooked = {row.name: row.policy for row in plan.rows if row.policy.weight_hook != "none"}
+        self._weights = {n: one.weight for n, one in self._model.linears() if n in hooked}
+        oscillation = Oscillation(self._recipe.steps, hooked)
+        oscillation.load_state_dict(
+            {key: value.to(self._world.device) for key, value in state.items()}
+        )
+        return oscillation
 
     def _fresh(self, plan: PrecisionPlan) -> MethodState | None:
         return MethodState(plan, self._world.device) if needed(plan) else None

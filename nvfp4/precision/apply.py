@@ -159,6 +159,9 @@ def apply_precision(
     untouched = [f"left alone: {name} (exclude)" for name in left]
     if others := _others(model):
         untouched.append(f"left alone: modules that are not nn.Linear: {others}")
+    hooks = [one.weight_hook for one in plan.policies.values() if one.weight_hook != "none"]
+    if hooks:
+        untouched.append(f"left to you: {hooks[0]} (oscillation.py), which the engine does")
     plan = replace(plan, untouched=tuple(untouched))
     for index, row in enumerate(plan.rows):
         module = chosen[row.name]

@@ -68,6 +68,11 @@ def describe(policy: Policy, gemm: str) -> str:
         words.append(
             f"history {policy.amax_history} {policy.amax_algorithm} margin {policy.margin}"
         )
+    if policy.weight_hook != "none" and gemm == "fprop":
+        words.append(
+            f"{policy.weight_hook} from {policy.osci_start:g} every {policy.osci_every} window "
+            f"{policy.osci_window} threshold {policy.osci_threshold:g}"
+        )
     return "; ".join(words)
 
 

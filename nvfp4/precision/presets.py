@@ -155,9 +155,10 @@ PRESETS: dict[str, Policy] = {
             dgrad=Dgrad(grad_output=_TSENG, weight=_TSENG),
             wgrad=Wgrad(grad_output=_TSENG, input=_TSENG),
         ),
-        # Without its two extras, OsciReset and OutControl. Signs: per step, the text says random.
+        # With OsciReset, without OutControl. Signs: per step, the text says random.
         Policy(
             "tetrajet2",
+            weight_hook="osci_reset",
             fprop=Fprop(input=_OUTER, weight=_OUTER),
             dgrad=Dgrad(grad_output=_OUTER_NOISY, weight=_OUTER_NOISY, source="forward"),
             wgrad=Wgrad(grad_output=_OUTER_NOISY, input=_OUTER_NOISY, source="forward"),

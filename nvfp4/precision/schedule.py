@@ -93,6 +93,7 @@ SHARED = (
     ("accumulate",),
     ("split", "split_fraction"),
     ("amax_history", "amax_algorithm", "margin"),
+    ("weight_hook", "osci_start", "osci_every", "osci_window", "osci_threshold"),
 )
 
 

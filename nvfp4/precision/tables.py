@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "accumulate": ("fp32", "fp64", "sequential16", "blackwell", "split128"),
     "split": ("none", "mean", "hot_channels"),
     "amax_algorithm": ("max", "most_recent"),
-    "weight_hook": ("none",),
+    "weight_hook": ("none", "osci_reset"),
 }
 
 
@@ -86,7 +86,8 @@ class Policy:
     amax_algorithm   delayed scaling: the scale follows from the max of the history or from its
                      most_recent entry
     margin           delayed scaling: the scale is 2^margin times smaller
-    weight_hook      what happens to a weight after each step: nothing yet
+    weight_hook      osci_reset: weights whose quantised value oscillates are set to it, see
+                     oscillation.py; osci_start is a share of the run, the others count steps
 
     Raises UserError, in one line, where fields contradict each other.
     """
@@ -103,7 +104,11 @@ class Policy:
     amax_history: int = 1024
     amax_algorithm: Literal["max", "most_recent"] = "max"
     margin: int = 0
-    weight_hook: Literal["none"] = "none"
+    weight_hook: Literal["none", "osci_reset"] = "none"
+    osci_start: float = 0.6
+    osci_every: int = 200
+    osci_window: int = 50
+    osci_threshold: float = 8.0
 
     def __post_init__(self) -> None:
         for complaint in _contradictions(self):
@@ -188,6 +193,7 @@ def _contradictions(policy: Policy) -> Iterator[str]:
     for gemm in GEMMS:
         yield from _gemm_contradictions(policy, gemm)
     yield from _split_contradictions(policy)
+    yield from _hook_contradictions(policy)
 
 
 def _gemm_contradictions(policy: Policy, gemm: str) -> Iterator[str]:
@@ -243,3 +249,25 @@ def _split_contradictions(policy: Policy) -> Iterator[str]:
         yield f"split_fraction is {policy.split_fraction!r}, but split is {policy.split}"
     if policy.split == "mean" and policy.delayed():
         yield "split mean does not go with delayed scaling: mean and rest have no common history"
+
+
+def _hook_contradictions(policy: Policy) -> Iterator[str]:
+    weight = policy.fprop.weight
+    if policy.weight_hook != "none" and (weight is None or weight.random or weight.hadamard):
+        yield (
+            f"weight_hook {policy.weight_hook}: fprop.weight must be quantised, and neither "
+            "rotated nor stochastic"
+        )
+    for name in ("osci_every", "osci_window"):
+        value = getattr(policy, name)
+        if type(value) is not int or value < 1:
+            yield f"{name} is {value!r}; it must be a whole number of 1 or more"
+            return
+    if policy.osci_window > policy.osci_every:
+        yield f"osci_window {policy.osci_window} is longer than osci_every {policy.osci_every}"
+    for name, allowed, text in (
+        ("osci_start", 0 <= policy.osci_start < 1, "a share of the run, 0 to below 1"),
+        ("osci_threshold", policy.osci_threshold > 0, "above 0"),
+    ):
+        if not allowed:
+            yield f"{name} is {getattr(policy, name)!r}; it must be {text}"
