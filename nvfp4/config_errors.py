@@ -166,7 +166,9 @@ def keys_named(message: str) -> Iterator[tuple[Key, str]]:
 
 def blamed(key: Key, message: str, draft: Draft) -> str:
     """The place of a mistake: where its key was written, or the override that upset that key."""
-    places = [draft.place(parts) for parts, _ in keys_named(message) if draft.places.get(parts)]
+    named = [parts for parts, _ in keys_named(message)]
+    inside = [place for written, place in draft.places.items() if written[: len(key)] == key]
+    places = [*inside, *(draft.places.get(parts) for parts in named)]
     return COMMAND_LINE if COMMAND_LINE in places else draft.place(key)
 
 

@@ -149,6 +149,14 @@ def test_outer_blocks_are_tensors_of_their_own():
         assert torch.equal(q.block_scale[row, 8 * outer : 8 * outer + 8], alone.block_scale[0])
 
 
+@pytest.mark.parametrize("spec", [NVFP4, ROW, OUTER, MXFP4, MXFP8, UE5M3_SPEC, FP8_TENSOR])
+@pytest.mark.parametrize("shape", [(0, 256), (32, 0)])
+def test_empty_operands(spec, shape):
+    q = quantize(torch.zeros(shape), spec)
+    assert q.shape == shape == tuple(dequantize(q).shape)
+    assert q.amax is None or not q.amax.any()
+
+
 def test_headroom_leaves_nothing_to_clip():
     """Rounding the block scale down by up to 1/17 pushes a maximum above 6; 17/16 prevents it."""
     x = normal(6, 64, 4096)

@@ -75,7 +75,8 @@ def second_level_range(spec: QuantSpec) -> float:
 def second_level_amax(block_amax: Tensor, level: str) -> Tensor:
     """A: () of the tensor, (M, 1) of each row, or (M, C/8) of each 8 blocks in a row (outer128)."""
     if level == "row":
-        return block_amax.amax(1, keepdim=True)
+        nothing = block_amax.new_zeros(block_amax.shape[0], 1)  # rows without elements have 0
+        return torch.cat((block_amax, nothing), 1).amax(1, keepdim=True)
     if level == "outer128":
         return block_amax.unflatten(1, (-1, 8)).amax(2)
     return tensor_amax(block_amax)

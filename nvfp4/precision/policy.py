@@ -81,7 +81,8 @@ def bf16_blocks(precision: PrecisionConfig, depth: int) -> tuple[int, int]:
     if any(counts) and (sum(counts) > depth or nothing_left):
         raise UserError(
             f"precision: {counts[0]} first and {counts[1]} last blocks in bf16 leave none of the "
-            f"{depth} blocks for {precision.default!r}; lower precision.{keys[0]} or {keys[1]}"
+            f"{depth} blocks for {precision.default!r}; lower precision.{keys[0]} or "
+            f"precision.{keys[1]}"
         )
     return counts[0], counts[1]
 
