@@ -18,3 +18,14 @@ def one_process():
     parallel_state.destroy_model_parallel()
     if joined:
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Small tensors: one thread of torch, in this process."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -3,19 +3,12 @@
 import errno
 
 import pytest
-import torch
 from engine_runs import rows, small
 
 from nvfp4.engine.train import train
 from nvfp4.errors import MachineError, UserError
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

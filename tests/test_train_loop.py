@@ -17,12 +17,7 @@ from nvfp4.precision.presets import PRESETS
 BF16, FP8, NVFP4 = (f"precision.default={name}" for name in ("bf16", "fp8_block", "nvfp4"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from engine_runs import overrides, rows, small
 from megatron.core.dist_checkpointing import load_common_state_dict
 
@@ -50,12 +49,7 @@ def sigterm_at(folder: Path, step: int) -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_killed_then_stopped_by_sigterm_then_finished_equals_straight(tmp_path, capsys):

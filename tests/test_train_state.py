@@ -21,12 +21,7 @@ DELAYED = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def remembered(folder, step: int) -> dict[str, torch.Tensor]:

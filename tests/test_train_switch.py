@@ -27,12 +27,7 @@ CHANGES = [
 TEXT = "dgrad, wgrad to bf16 in 4 of 4 linears; fprop to one_d in 4 of 4 linears"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
