@@ -77,7 +77,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
                     "train.dtype",
                     (
                         f"is {train.dtype}, but policy {name} computes in {policy.compute_dtype}; "
-                        f"fp32 goes with precision.default=fp32"
+                        f"set train.dtype={policy.compute_dtype}, or change precision.default"
                     ),
                 )
 

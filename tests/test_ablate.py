@@ -199,7 +199,8 @@ def test_training_errors_that_leave_no_row_are_read_from_the_log(tmp_path):
     task = Task("a_s1", small(tmp_path / "a"), tmp_path)
     task.log.parent.mkdir()
     task.log.write_text("nvfp4 train: step 7: 3 NaN in decoder.layers.0; stopped, the last ...\n")
-    assert ablate_runs._failure(task, 1) == Outcome("diverged", 7)
+    reason = "step 7: 3 NaN in decoder.layers.0; stopped, the last ..."
+    assert ablate_runs._failure(task, 1) == Outcome("diverged", 7, reason)
     assert ablate_runs._failure(task, -9).words == "failed: killed by SIGKILL"
 
 

@@ -71,3 +71,18 @@ def test_only_quantised_gemms_are_watched():
 def test_large_numbers_are_finite():
     """3e38 + 3e38 overflows; neither of them does."""
     assert lines(PRESETS["nvfp4"], x=torch.full((64, WIDTH), 3e38)) == []
+
+
+def test_without_a_watcher_a_warning_says_it():
+    from nvfp4.precision.apply import apply_precision
+    from nvfp4.precision.context import StepContext, use_context
+
+    model = torch.nn.Linear(128, 128)
+    apply_precision(model, "nvfp4", echo=None)
+    x = torch.ones(16, 128)
+    x[3, 3] = float("nan")
+    with (
+        use_context(StepContext(seed=0, step=0)),
+        pytest.warns(RuntimeWarning, match="fprop input holds NaN or infinity"),
+    ):
+        model(x)

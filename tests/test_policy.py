@@ -92,7 +92,7 @@ def test_block_expressions_that_cannot_be_read(expression):
         select_blocks(expression, 10, "here")
 
 
-@pytest.mark.parametrize("expression", ["10", "-11", "8..10", "5..3"])
+@pytest.mark.parametrize("expression", ["10", "-11", "8..10"])
 def test_block_expressions_outside_the_model(expression):
     with pytest.raises(UserError, match=r"does not fit a model of 10 blocks \(0 to 9\)"):
         select_blocks(expression, 10, "here")
@@ -129,7 +129,7 @@ ERRORS = [
     (both_ends(2, 4, "nvfp4"),
      "precision: 2 first and 4 last blocks in bf16 leave none of the 6 blocks for 'nvfp4'"),
     (both_ends(3, 4), "leave none of the 6 blocks"),
-    (both_ends(0, -1), "precision.num_layers_at_end_in_bf16 is -1; it must be 0"),
+    (both_ends(0, -1), "precision.num_layers_at_end_in_bf16 is -1; it must be a whole number"),
     (dict(policies={"nvfp4": {}}), "precision.policies.nvfp4: this is the name of a preset"),
     (mine(base="nvfp"),
      "precision.policies.mine.base: unknown policy 'nvfp'; did you mean nvfp4?"),
@@ -156,8 +156,8 @@ ERRORS = [
      "precision.policies.mine.accumulate: unknown accumulate 'fp16'; did you mean fp"),
     (mine(base="nvfp4", split="means"), "mine.split: unknown split 'means'; did you mean mean?"),
     (mine(base="fp8_delayed", amax_history=0),
-     "precision.policies.mine: amax_history is 0; it must be a whole number of 1 or more"),
-    (mine(base="fp8_delayed", margin=-1), "mine: margin is -1; it must be a whole number of 0"),
+     "precision.policies.mine: amax_history is 0; it must be a whole number from 1"),
+    (mine(base="fp8_delayed", margin=-1), "mine: margin is -1; it must be a whole number from 0"),
     (mine(base="fp8_delayed", split="mean"), "mine: split mean does not go with delayed scaling"),
     (mine(base="nvfp4", split="hot_channels"),
      "mine: split_fraction is 0.0; hot_channels needs a share of the input features above 0"),
@@ -185,7 +185,7 @@ ERRORS = [
     (dict(rules=(Rule("fp8_block", kind="mlp.*"), Rule("nvfp4", kind="mlp.*"))),
      "decided by rules[0] kind 'mlp.*', for fp8_block instead of nvfp4; delete one of the two"),
     (both_ends(0.5, 0.6, "nvfp4"), "3 first and 4 last blocks in bf16 leave none of the 6 blocks"),
-    (both_ends(0, 1.5), "num_layers_at_end_in_bf16 is 1.5; it must be 0 or more blocks, or a fra"),
+    (both_ends(0, 1.5), "num_layers_at_end_in_bf16 is 1.5; it must be a whole number of blocks"),
     (mine(compute_dtype="fp16"), "precision.policies.mine.compute_dtype: unknown dtype 'fp16'"),
     (mine(name="yours"), "precision.policies.mine.name is 'yours'; leave it out, or write 'mine'"),
 ]  # fmt: skip
@@ -474,3 +474,51 @@ def test_the_recipe_section_refuses_unknown_keys():
     for bad in ({"defualt": "nvfp4"}, {"rules": [{"use": "bf16", "block": "3"}]}):
         with pytest.raises(ValidationError, match="(?i)unexpected|extra"):
             section.validate_python(bad)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"base": "bf16", "fprop": "chon"}, "fprop: chon does it as .* split hot_channels"),
+        ({"base": "bf16", "dgrad": "averis"}, "dgrad: averis does it as .* split mean"),
+        ({"base": "nvfp4", "dgrad": "nemotron3"}, "nemotron3 stands for other policies by_kind"),
+        ({"base": "nvfp4", "dgrad": "study"}, "dgrad: study does it as .* accumulate blackwell"),
+        ({"base": "nvfp4", "dgrad": "history"}, "dgrad: history does it as .* history 5 max"),
+        ({"base": "nvfp4", "margin": 3}, "margin: 3 has no effect: no operand has scale_rule"),
+        ({"base": "bf16", "accumulate": "blackwell"}, "has no effect: no GEMM has two quantised"),
+        ({"base": "nvfp4", "osci_every": 70}, "osci_every: 70 has no effect: weight_hook is none"),
+        ({"base": "fp8_delayed", "margin": 2000}, "margin is 2000; it must be .* from 0 to 100"),
+        ({"base": "fp8_delayed", "amax_history": 10**12}, "must be a whole number from 1 to"),
+    ],
+)  # fmt: skip
+def test_a_gemm_by_name_is_exact_and_fields_have_an_effect(data, text):
+    defined = {
+        "study": {"base": "nvfp4", "accumulate": "blackwell"},
+        "history": {"base": "fp8_delayed", "amax_history": 5},
+    }
+    with pytest.raises(UserError, match=text):
+        plan_of(default="x", policies={**defined, "x": data})
+
+
+def test_what_a_gemm_by_name_needs_may_be_said_too():
+    history = {"base": "fp8_delayed", "amax_history": 5}
+    both = {"base": "nvfp4", "dgrad": "history", "amax_history": 5}
+    plan = plan_of(default="x", policies={"history": history, "x": both})
+    assert plan.rows[0].policy.dgrad == PRESETS["fp8_delayed"].dgrad
+
+
+def test_by_kind_does_not_chain():
+    chained = {"base": "nvfp4", "by_kind": {"mamba.*": "nemotron3"}}
+    with pytest.raises(UserError, match="nemotron3 stands for other policies by kind itself"):
+        plan_of(default="x", policies={"x": chained})
+
+
+@pytest.mark.parametrize("value", [float("nan"), True, 1.0, -0.5, "two"])
+def test_counts_of_blocks_are_whole_numbers_or_fractions(value):
+    with pytest.raises(UserError, match="num_layers_at_end_in_bf16 is "):
+        plan_of(default="nvfp4", num_layers_at_end_in_bf16=value)
+
+
+def test_a_range_that_runs_backwards_is_said_to():
+    with pytest.raises(UserError, match="'5..3' runs backwards; write the smaller index first"):
+        select_blocks("5..3", 10, "here")

@@ -227,7 +227,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, spoiled):
     assert (tmp_path / "latest").read_text() == "checkpoints/step_000002\n"
     # The failed step stays visible, so that parity fails a run that broke; a resume drops it.
     assert (tmp_path / "metrics.jsonl").read_bytes().removeprefix(before) == (
-        b'{"step": 3, "tokens": 768, "loss": NaN}\n'
+        b'{"step": 3, "tokens": 768, "loss": NaN, "error": "step 3: the loss is nan; stopped, '
+        b'the last checkpoint is untouched"}\n'
     )
     spoiled(lambda model: None)
     train(recipe, stop_after=3)

@@ -184,7 +184,7 @@ def _train(
                         row["valid_loss"] = evaluate(recipe, model, valid_set, step, world)
             except TrainingError as error:
                 if metrics:
-                    metrics.write_failure(row | error.row)
+                    metrics.write_failure(row | error.row | {"error": str(error)})
                 raise
             if metrics:
                 metrics.write(row, seconds, recipe.tokens_per_step)

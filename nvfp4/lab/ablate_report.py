@@ -47,9 +47,20 @@ def cells(table: Table) -> list[list[str]]:
 
 def text(table: Table) -> list[str]:
     """Lines for the terminal."""
-    notes = [note for row in table.rows for note in row.notes]
+    notes = _notes(table)
     lines = [*header(table), "", *columns(cells(table))]
     return [*lines, "", *(f"note: {note}" for note in notes)] if notes else lines
+
+
+def _notes(table: Table) -> list[str]:
+    """What the variants change beside precision, and why runs diverged."""
+    notes = [note for row in table.rows for note in row.notes]
+    return notes + [
+        f"{row.name} seed {seed}: {outcome.reason}"
+        for row in table.rows
+        for seed, outcome in zip(table.seeds, row.outcomes, strict=True)
+        if outcome.kind == "diverged" and outcome.reason
+    ]
 
 
 def markdown(table: Table, command: str) -> str:
@@ -60,7 +71,7 @@ def markdown(table: Table, command: str) -> str:
         "| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]  # fmt: skip
-    notes = [f"- {note}" for row in table.rows for note in row.notes]
+    notes = [f"- {note}" for note in _notes(table)]
     return "\n".join([*lines, "", *notes] if notes else lines).rstrip() + "\n"
 
 

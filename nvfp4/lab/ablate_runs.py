@@ -119,6 +119,8 @@ def settled(task: Task) -> Outcome | None:
             return Outcome("finished", step)
     except (OSError, ValueError, KeyError):
         pass
+    if "error" in row:  # the step that could not be used, see engine/metrics.py
+        return Outcome("diverged", row["step"], str(row["error"]))
     values = [value for value in row.values() if isinstance(value, float)]
     if not all(map(math.isfinite, values)):
         return Outcome("diverged", row["step"])
@@ -202,7 +204,7 @@ def _failure(task: Task, code: int) -> Outcome:
     if code == 0:
         return Outcome("failed", step, f"stopped after step {step} of {task.recipe.steps}")
     if code == TRAINING_ERROR and (found := _TRAINING_ERROR.match(words)):
-        return Outcome("diverged", int(found[1]))
+        return Outcome("diverged", int(found[1]), words.removeprefix("nvfp4 train: "))
     if code < 0:
         return Outcome("failed", step, f"killed by {signal.Signals(-code).name}")
     return Outcome("failed", step, words.removeprefix("nvfp4 train: ") or f"exit code {code}")

@@ -141,7 +141,8 @@ def quantize(
     maximum over ranks). scale: float32 (), the encode scale of delayed scaling.
     random_bits: uint8, (M, K) for rounding stochastic, (M, K/16) for the scales of MS-EDEN; as
     spec.random says. signs: (spec.hadamard,) +-1 for spec.signs layer and step.
-    NaN is ignored in every amax and becomes +6 (FP4) or NaN (FP8); infinity saturates.
+    NaN is ignored in every amax and becomes +6 (FP4) or NaN (FP8), in MS-EDEN its whole rotated
+    group NaN; a rotation spreads NaN and infinity over the group; infinity saturates.
     UserError: wrong shape or dtype, or an argument that the spec needs or does not take.
     Source: Transformer Engine 2.20 quantize_transpose_nvfp4.cuh; blockwise FP8: recipe_common.cuh.
     """

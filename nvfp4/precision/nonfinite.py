@@ -13,6 +13,7 @@ without quantised operands hand NaN and Inf on by themselves and are not looked 
 for the device before lines(); on a CPU, where nothing would, one look decides whether to count.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,11 +72,18 @@ def _counted_under(policy: Policy, gemm: str, role: str, runs: tuple[str, ...]) 
 def count(
     policy: Policy, name: str, gemm: str, role: str, tensor: Tensor, runs: tuple[str, ...]
 ) -> None:
-    """Called by a linear with an operand before it is quantised; free when nobody watches.
+    """Called by a linear with an operand before it is quantised.
 
-    runs: GEMMs that run in this pass.
+    runs: GEMMs that run in this pass. When nobody watches, a RuntimeWarning says it at once, which
+    waits for the device.
     """
-    if not _watching or not tensor.numel() or not _counted_under(policy, gemm, role, runs):
+    if not tensor.numel() or not _counted_under(policy, gemm, role, runs):
+        return
+    if not _watching:
+        if not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
+            where = f"{name} {gemm} {role} holds NaN or infinity, which quantising makes numbers of"
+            text = f"{where}; nvfp4.precision.nonfinite counts them"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         return
     if tensor.device.type == "cpu" and bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
         return  # aminmax hands NaN on

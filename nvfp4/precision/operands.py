@@ -80,7 +80,7 @@ def policy_from_dict(
     Raises UserError at unknown keys, bases, fields and values, and at contradictions; `where` names
     the place, for instance precision.policies.mine.
     """
-    if not isinstance(data, Mapping):
+    if not isinstance(data, Mapping) or not data:
         raise UserError(f"{where}: {data!r} is no policy; write a mapping such as {{base: nvfp4}}")
     keys = ["base", *(field.name for field in fields(Policy))]
     for key in data:
@@ -111,9 +111,27 @@ def policy_from_dict(
         elif key != "base":
             values[key] = value
     try:
-        return replace(base, **{**values, "name": name})
+        policy = replace(base, **{**values, "name": name})
     except UserError as error:
         raise UserError(f"{where}: {str(error).split(': ', 1)[1]}") from None
+    for key in values:
+        if values[key] != getattr(_PLAIN, key) and (need := _without_effect(policy, key)):
+            raise UserError(f"{where}.{key}: {values[key]!r} has no effect: {need}")
+    return policy
+
+
+_PLAIN = Policy("")
+
+
+def _without_effect(policy: Policy, key: str) -> str:
+    """What a field lacks to change anything; empty if it does."""
+    if key in ("amax_history", "amax_algorithm", "margin") and not policy.delayed():
+        return "no operand has scale_rule delayed"
+    if key.startswith("osci_") and policy.weight_hook == "none":
+        return "weight_hook is none"
+    if key == "accumulate" and all(policy.accumulation(gemm) == "fp32" for gemm in GEMMS):
+        return "no GEMM has two quantised operands"
+    return ""
 
 
 def _table(

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from nvfp4.errors import UserError
 from nvfp4.precision.operands import GEMMS, Policy, policy_from_dict, unknown
-from nvfp4.precision.plan import LinearInfo, PlanRow, PrecisionPlan
+from nvfp4.precision.plan import LinearInfo, PlanRow, PrecisionPlan, describe
 from nvfp4.precision.presets import PRESETS
 from nvfp4.precision.selectors import Rule, Switch, select, select_blocks
 
@@ -42,8 +42,8 @@ class PrecisionConfig:
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
 
     default: str = "bf16"
-    num_layers_at_start_in_bf16: int | float = 0
-    num_layers_at_end_in_bf16: int | float = 0
+    num_layers_at_start_in_bf16: Any = 0  # a whole number or a fraction, see bf16_blocks
+    num_layers_at_end_in_bf16: Any = 0
     rules: tuple[Rule, ...] = ()
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
     schedule: tuple[Switch, ...] = ()
@@ -59,7 +59,29 @@ def known_policies(
         if name in presets:
             raise UserError(f"{where}: this is the name of a preset; choose another")
         known[name] = policy_from_dict(name, data, known, where)
+        _check_gemms_by_name(known[name], data, known, where)
     return known
+
+
+def _check_gemms_by_name(
+    policy: Policy, data: Mapping[str, Any], known: Mapping[str, Policy], where: str
+) -> None:
+    """A GEMM written as the name of a policy is done exactly as that policy does it."""
+    for gemm in GEMMS:
+        name = data.get(gemm)
+        if not isinstance(name, str):
+            continue
+        if known[name].by_kind:
+            raise UserError(
+                f"{where}.{gemm}: {name} stands for other policies by_kind; name one of them, or "
+                f"use rules"
+            )
+        here, there = describe(policy, gemm), describe(known[name], gemm)
+        if here != there:
+            raise UserError(
+                f"{where}.{gemm}: {name} does it as `{there}`, here it would be `{here}`; set what "
+                f"differs (accumulate, split, history, weight_hook, ...) in this policy too"
+            )
 
 
 def bf16_blocks(precision: PrecisionConfig, depth: int) -> tuple[int, int]:
@@ -71,10 +93,13 @@ def bf16_blocks(precision: PrecisionConfig, depth: int) -> tuple[int, int]:
     counts = []
     for key in keys:
         value = getattr(precision, key)
-        whole = isinstance(value, int) or float(value).is_integer()
-        if value < 0 or (not whole and value > 1):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"precision.{key} is {value!r}; a number of blocks is due here")
+        whole = isinstance(value, int) or value == 0
+        if not 0 <= value or (not isinstance(value, int) and value >= 1):
             raise UserError(
-                f"precision.{key} is {value}; it must be 0 or more blocks, or a fraction below 1"
+                f"precision.{key} is {value}; it must be a whole number of blocks, or a fraction "
+                f"below 1"
             )
         counts.append(int(value) if whole else ceil(Fraction(str(value)) * depth))
     nothing_left = sum(counts) == depth and precision.default != "bf16"
@@ -125,6 +150,11 @@ def by_kind(
     for glob, other in known[use].by_kind:
         if other not in known:
             raise unknown("policy", other, known, f"precision.policies.{use}.by_kind")
+        if known[other].by_kind:
+            raise UserError(
+                f"precision.policies.{use}.by_kind {glob}: {other} stands for other policies by "
+                f"kind itself; name those"
+            )
         if fnmatchcase(linear.kind, glob):
             return other, f"{reason}, {use} by_kind {glob}"
     return use, reason
@@ -191,7 +221,7 @@ def resolve(
             raise unknown("policy", rule.use, known, f"{where}.use")
         if rule.empty:
             raise UserError(
-                f"{where} selects nothing; give match, kind or blocks, or set precision.default "
+                f"{where} selects nothing; give match, kind or blocks, or change the default "
                 f"for all"
             )
         selected = select(linears, rule, depth, where)

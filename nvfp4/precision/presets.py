@@ -55,7 +55,9 @@ def _paper(name: str, activation: QuantSpec, weight: QuantSpec, size: int) -> Po
     )
 
 
-# The paper's method (arXiv 2509.25149, section 4 and appendix C).
+# The paper's method (arXiv 2509.25149, section 4 and appendix C). A block scale that E4M3 rounds
+# down clips the largest value of its block, so stochastic rounding is biased towards zero, for
+# normal numbers by 0.4 %, as in Transformer Engine; scale_rule headroom takes that away.
 _NVFP4 = _paper("nvfp4", NVFP4, NVFP4_2D, 16)
 
 _ROUNDED_UP = replace(MXFP4, scale_rule="rceil")

@@ -148,6 +148,8 @@ def _selected(
     for gemm in switch.gemms:
         if gemm not in GEMMS:
             raise unknown("gemm", gemm, GEMMS, f"{where}.gemms")
+    if len(set(switch.gemms)) < len(switch.gemms):
+        raise UserError(f"{where}.gemms names a gemm twice: {', '.join(switch.gemms)}")
     if switch.to not in known:
         raise unknown("policy", switch.to, known, f"{where}.to")
     depth = max(row.block for row in plan.rows) + 1

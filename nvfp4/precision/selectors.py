@@ -23,7 +23,7 @@ class Selector:
 
     match: str | None = None
     kind: str | None = None
-    blocks: str | int | None = None
+    blocks: Any = None  # a text or a number, read by select_blocks
 
     @property
     def empty(self) -> bool:
@@ -75,6 +75,8 @@ def select_blocks(expression: str | int, depth: int, where: str) -> frozenset[in
         first = int(read[1])
         last = first if read[2] is None else -1 if read[3] is None else int(read[3])
         first, last = (index + depth if index < 0 else index for index in (first, last))
+        if 0 <= last < first < depth:
+            raise UserError(f"{where}: {part!r} runs backwards; write the smaller index first")
         if not 0 <= first <= last < depth:
             raise UserError(
                 f"{where}: {part!r} does not fit a model of {depth} blocks (0 to {depth - 1})"

@@ -186,10 +186,10 @@ def _contradictions(policy: Policy) -> Iterator[str]:
     for name, allowed in CHOICES.items():
         if getattr(policy, name) not in allowed:
             yield f"{name}: {getattr(policy, name)!r} is not one of {', '.join(allowed)}"
-    for name, least in (("amax_history", 1), ("margin", 0)):
+    for name, least, most in (("amax_history", 1, 2**20), ("margin", 0, 100)):
         value = getattr(policy, name)
-        if type(value) is not int or value < least:
-            yield f"{name} is {value!r}; it must be a whole number of {least} or more"
+        if type(value) is not int or not least <= value <= most:
+            yield f"{name} is {value!r}; it must be a whole number from {least} to {most}"
     for gemm in GEMMS:
         yield from _gemm_contradictions(policy, gemm)
     yield from _split_contradictions(policy)
