@@ -18,6 +18,7 @@ HOOK = replace(
     osci_start=0.5, osci_every=4, osci_window=3,
 )  # fmt: skip
 PLACE = "precision.policies.hook"
+PLAIN = "{base: tetrajet2, weight_hook: none}"
 FAST = "{base: tetrajet2, osci_start: 0.4, osci_every: 3, osci_window: 2, osci_threshold: 1.5}"
 
 
@@ -66,7 +67,7 @@ def test_a_resumed_run_resets_the_same_weights(tmp_path):
     train(straight)
     train(stopped, stop_after=5)
     train(stopped)
-    without = small(tmp_path / "without", *changes, f"{PLACE}.weight_hook=none")
+    without = small(tmp_path / "without", *changes, f"{PLACE}={PLAIN}")
     train(without)
     assert rows(tmp_path / "straight") == rows(tmp_path / "stopped")
     same = [
