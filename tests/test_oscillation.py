@@ -17,7 +17,6 @@ HOOK = replace(
     PRESETS["nvfp4"], name="hook", compute_dtype="fp32", weight_hook="osci_reset",
     osci_start=0.5, osci_every=4, osci_window=3,
 )  # fmt: skip
-PLACE = "precision.policies.hook"
 PLAIN = "{base: tetrajet2, weight_hook: none}"
 FAST = "{base: tetrajet2, osci_start: 0.4, osci_every: 3, osci_window: 2, osci_threshold: 1.5}"
 
@@ -67,7 +66,12 @@ def test_a_resumed_run_resets_the_same_weights(tmp_path):
     train(straight)
     train(stopped, stop_after=5)
     train(stopped)
-    without = small(tmp_path / "without", *changes, f"{PLACE}={PLAIN}")
+    without = small(
+        tmp_path / "without",
+        *changes,
+        f"precision.policies.plain={PLAIN}",
+        "precision.default=plain",
+    )
     train(without)
     assert rows(tmp_path / "straight") == rows(tmp_path / "stopped")
     same = [
@@ -85,6 +89,8 @@ def test_a_resumed_run_resets_the_same_weights(tmp_path):
         ({"osci_window": 0}, "osci_window is 0; it must be a whole number of 1 or more"),
         ({"osci_window": 9}, "osci_window 9 is longer than osci_every 4"),
         ({"osci_start": 1.0}, "osci_start is 1.0; it must be a share of the run"),
+        ({"osci_start": "x"}, "osci_start is 'x'; it must be a share of the run"),
+        ({"osci_threshold": "high"}, "osci_threshold is 'high'; it must be above 0"),
         ({"osci_threshold": 0.0}, "osci_threshold is 0.0; it must be above 0"),
         ({"weight_hook": "reset"}, "weight_hook: 'reset' is not one of none, osci_reset"),
     ],

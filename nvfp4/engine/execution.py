@@ -67,7 +67,7 @@ class Execution:
         if plan is not self._plan:
             self._model.attach(plan)
             self._plan = plan
-            self._oscillation = self._oscillating(plan, self._oscillation.state_dict())
+            self._oscillation = self._oscillating(plan, {})  # open windows end with a switch
         self._oscillation.begin(step, self._masters())
         switch = self._switch
         if switch is None:

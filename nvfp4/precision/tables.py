@@ -11,7 +11,7 @@ the scales, part of the spec), `weight_hook` (something done to a weight after a
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import lcm
+from math import inf, lcm
 from typing import Any, Literal
 
 from nvfp4.errors import UserError
@@ -265,9 +265,10 @@ def _hook_contradictions(policy: Policy) -> Iterator[str]:
             return
     if policy.osci_window > policy.osci_every:
         yield f"osci_window {policy.osci_window} is longer than osci_every {policy.osci_every}"
-    for name, allowed, text in (
-        ("osci_start", 0 <= policy.osci_start < 1, "a share of the run, 0 to below 1"),
-        ("osci_threshold", policy.osci_threshold > 0, "above 0"),
+    for name, least, below, text in (
+        ("osci_start", 0, 1, "a share of the run, 0 to below 1"),
+        ("osci_threshold", 2**-126, inf, "above 0"),
     ):
-        if not allowed:
-            yield f"{name} is {getattr(policy, name)!r}; it must be {text}"
+        value = getattr(policy, name)
+        if type(value) not in (int, float) or not least <= value < below:
+            yield f"{name} is {value!r}; it must be {text}"
