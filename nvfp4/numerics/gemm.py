@@ -147,7 +147,8 @@ def _tensor_scale(a: Operand, b: Operand) -> Tensor | None:
     factors = []
     for q in (a, b):
         if isinstance(q, QuantizedTensor) and q.spec.block == "tensor":
-            factors.append(q.block_scale.reshape(()))
+            if q.block_scale.numel():  # without elements there is no scale to apply
+                factors.append(q.block_scale.reshape(()))
         elif isinstance(q, QuantizedTensor) and q.spec.scale_rule == "floor_3_4":
             factors.append(torch.tensor(operand_factor("floor_3_4"), device=q.codes.device))
     if len(factors) == 2:
