@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nvfp4 import backends
+from nvfp4.numerics import philox
 from nvfp4.numerics.quantize import quantize
 from nvfp4.precision import audit
 from nvfp4.precision import call as bits_module
@@ -281,7 +282,8 @@ def test_bits_of_several_micro_batches_are_all_different(model):
 def faulty_bits(monkeypatch, change):
     """Let the linear draw bits at another address, or others altogether."""
     draw = RANDOM_BITS
-    monkeypatch.setattr(bits_module, "random_bits", lambda **address: change(draw, address))
+    for module in (bits_module, philox):  # for means and signs, and for elements
+        monkeypatch.setattr(module, "random_bits", lambda **address: change(draw, address))
 
 
 @pytest.mark.parametrize(

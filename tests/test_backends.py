@@ -9,6 +9,7 @@ import torch
 from nvfp4 import backends
 from nvfp4.errors import MachineError, UserError
 from nvfp4.numerics import gemm, quantize
+from nvfp4.numerics.spec import NVFP4
 from nvfp4.precision.linear import linear
 from nvfp4.precision.operands import policy_from_dict
 from nvfp4.precision.presets import PRESETS
@@ -17,8 +18,10 @@ from nvfp4.precision.presets import PRESETS
 def test_reference_is_the_definition():
     chosen = backends.choose("reference")
     assert chosen.name == "reference" and chosen.reasons == ("reference: chosen, requested",)
-    assert chosen.quantize is quantize.quantize and chosen.transpose is quantize.transpose
-    assert chosen.gemm is gemm.gemm
+    assert chosen.transpose is quantize.transpose and chosen.gemm is gemm.gemm
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    got, want = chosen.quantize(x.t(), NVFP4), quantize.quantize(x.t().contiguous(), NVFP4)
+    assert torch.equal(got.codes, want.codes) and torch.equal(got.block_scale, want.block_scale)
 
 
 def test_auto_says_why(monkeypatch):

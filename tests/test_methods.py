@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nvfp4 import backends
-from nvfp4.numerics import hadamard
+from nvfp4.numerics import hadamard, philox
 from nvfp4.numerics.quantize import dequantize, quantize
 from nvfp4.precision import audit, call, collect
 from nvfp4.precision.apply import apply_precision
@@ -148,7 +148,8 @@ def test_no_two_uses_share_random_bits(monkeypatch, name):
         return real(**address)
 
     real = call.random_bits
-    monkeypatch.setattr(call, "random_bits", addressed)
+    for module in (call, philox):  # for means and signs, and for elements
+        monkeypatch.setattr(module, "random_bits", addressed)
     for offset in (0, 2):
         run(PRESETS[name], context=StepContext(1, 1, offset), uses=2, samples=2)
         run(PRESETS[name], context=StepContext(1, 1, offset), layer=1, samples=2)
@@ -174,7 +175,8 @@ def test_scales_and_elements_get_as_many_bits_as_they_need(monkeypatch):
     run(PRESETS["quartet2"])
     assert [tuple(bits.shape) for bits in seen] == [(T, N // 16), (K, N // 16), (N, T // 16),
                                                     (K, T // 16)]  # fmt: skip
-    flat = torch.cat([bits.reshape(-1) for bits in seen]).double()
+    flat = torch.cat([bits.tensor().reshape(-1) for bits in seen]).double()
+    assert all(bits.tensor().shape == bits.shape for bits in seen)
     assert abs(flat.mean() - 127.5) < 5 and flat.unique().numel() == 256
 
 

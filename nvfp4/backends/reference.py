@@ -1,7 +1,13 @@
 """The definition itself, in plain PyTorch: runs on any device; every other backend equals it."""
 
+from typing import Any
+
+from torch import Tensor
+
+from nvfp4.numerics import quantize as definition
 from nvfp4.numerics.gemm import gemm, kernel
-from nvfp4.numerics.quantize import quantize, transpose
+from nvfp4.numerics.quantize import QuantizedTensor, transpose
+from nvfp4.numerics.spec import QuantSpec
 
 __all__ = ["gemm", "kernel", "quantize", "transpose", "unsupported_reason"]
 
@@ -9,3 +15,8 @@ __all__ = ["gemm", "kernel", "quantize", "transpose", "unsupported_reason"]
 def unsupported_reason() -> str | None:
     """Why this backend cannot run here: never, it needs PyTorch only."""
     return None
+
+
+def quantize(x: Tensor, spec: QuantSpec, **given: Any) -> QuantizedTensor:
+    """numerics.quantize; one copy of a transpose is cheaper than strided reads in every step."""
+    return definition.quantize(x.contiguous(), spec, **given)

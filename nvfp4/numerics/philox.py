@@ -14,6 +14,8 @@ that linear in one forward pass. Different addresses differ in the key, the coun
 two share bits.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -97,3 +99,46 @@ def random_bits(
     words = torch.stack(philox4x32_10(counter, key), dim=-1).to(torch.int32)
     skip = feature_offset - first * BYTES
     return words.view(torch.uint8).flatten(1)[:, skip : skip + num_features]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RandomBits:
+    """The random bits of one operand, as their address: `quantize` takes this for the bits.
+
+    A backend may compute the bits where it rounds with them; `tensor()` is what they are.
+    sample, position: (T,) int64; the other fields as in random_bits. turned: the operand is the
+    transpose, its rows are the features. scales: one byte for every 16 along the contraction (the
+    bits of the first of them), not one for each element.
+    """
+
+    seed: int
+    step: int
+    layer: int
+    call: int
+    gemm: int
+    operand: int
+    sample: Tensor
+    position: Tensor
+    feature_offset: int
+    num_features: int
+    turned: bool = False
+    scales: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of `tensor()`."""
+        tokens, features = self.sample.shape[0], self.num_features
+        rows, columns = (features, tokens) if self.turned else (tokens, features)
+        return rows, -(-columns // BYTES) if self.scales else columns
+
+    def tensor(self) -> Tensor:
+        """The bits: uint8 in the orientation of the operand, contiguous."""
+        every = BYTES if self.scales and self.turned else 1
+        found = random_bits(
+            seed=self.seed, step=self.step, layer=self.layer, call=self.call, gemm=self.gemm,
+            operand=self.operand, sample=self.sample[::every], position=self.position[::every],
+            feature_offset=self.feature_offset, num_features=self.num_features,
+        )  # fmt: skip
+        if self.scales and not self.turned:
+            found = found[:, ::BYTES]
+        return (found.t() if self.turned else found).contiguous()

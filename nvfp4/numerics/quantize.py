@@ -13,6 +13,7 @@ from torch import Tensor
 from nvfp4.errors import UserError
 from nvfp4.numerics import eden, four_over_six, hadamard, mx, scaling
 from nvfp4.numerics.formats import E4M3, FORMATS, UE5M3, decode, decode_e8m0, encode
+from nvfp4.numerics.philox import RandomBits
 from nvfp4.numerics.spec import QuantSpec
 
 _INPUT_MAX = {  # largest number of each input dtype
@@ -52,14 +53,15 @@ class QuantizedTensor:
         return rows, columns
 
 
-def _check(
+def check_arguments(
     x: Tensor,
     spec: QuantSpec,
     amax: Tensor | None,
     scale: Tensor | None,
-    random_bits: Tensor | None,
+    random_bits: Tensor | RandomBits | None,
     signs: Tensor | None,
 ) -> None:
+    """Whether the arguments of `quantize` go together; UserError where they do not."""
     if x.dim() != 2:
         raise UserError(
             f"quantize needs a matrix (flatten the leading dimensions), got {tuple(x.shape)}"
@@ -94,10 +96,11 @@ def _check(
             what = "rounding stochastic" if spec.random == "elements" else "scale_rule eden"
             per = "element" if spec.random == "elements" else "block"
             raise UserError(f"quantize: {what} needs random_bits, one byte per {per}")
-        if random_bits.shape != shape or random_bits.dtype != torch.uint8:
+        dtype = random_bits.dtype if isinstance(random_bits, Tensor) else torch.uint8
+        if tuple(random_bits.shape) != tuple(shape) or dtype != torch.uint8:
             raise UserError(
                 f"quantize: random_bits must be uint8 {tuple(shape)}, "
-                f"got {random_bits.dtype} {tuple(random_bits.shape)}"
+                f"got {dtype} {tuple(random_bits.shape)}"
             )
 
 
@@ -131,7 +134,7 @@ def quantize(
     *,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-    random_bits: Tensor | None = None,
+    random_bits: Tensor | RandomBits | None = None,
     signs: Tensor | None = None,
 ) -> QuantizedTensor:
     """x as element codes and block scales along its last dimension; scaling.py has the formulas.
@@ -140,13 +143,15 @@ def quantize(
     amax: float32 of the second level's shape; replaces the operand's own amax (which may be a
     maximum over ranks). scale: float32 (), the encode scale of delayed scaling.
     random_bits: uint8, (M, K) for rounding stochastic, (M, K/16) for the scales of MS-EDEN; as
-    spec.random says. signs: (spec.hadamard,) +-1 for spec.signs layer and step.
+    spec.random says; or their address. signs: (spec.hadamard,) +-1 for spec.signs layer and step.
     NaN is ignored in every amax and becomes +6 (FP4) or NaN (FP8), in MS-EDEN its whole rotated
     group NaN; a rotation spreads NaN and infinity over the group; infinity saturates.
     UserError: wrong shape or dtype, or an argument that the spec needs or does not take.
     Source: Transformer Engine 2.20 quantize_transpose_nvfp4.cuh; blockwise FP8: recipe_common.cuh.
     """
-    _check(x, spec, amax, scale, random_bits, signs)
+    check_arguments(x, spec, amax, scale, random_bits, signs)
+    if isinstance(random_bits, RandomBits):
+        random_bits = random_bits.tensor()
     fmt = FORMATS[spec.format]
     vector = spec.signs if signs is None else signs
     values = hadamard.rotate(x, vector, spec.hadamard) if spec.hadamard else x

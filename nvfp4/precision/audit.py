@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from nvfp4.errors import UserError
+from nvfp4.numerics.philox import RandomBits
 from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.precision.fingerprints import BitsRecord, fingerprint, repeated
 from nvfp4.precision.operands import GEMMS, facts, label
@@ -148,10 +149,15 @@ def record_input(name: str, dtype: torch.dtype) -> None:
         log.inputs.append((name, _dtype_name(dtype)))
 
 
-def record_bits(name: str, gemm: str, role: str, bits: torch.Tensor) -> None:
-    """Called by a linear when it has drawn random bits for an operand: uint8 (rows, columns)."""
+def record_bits(name: str, gemm: str, role: str, bits: RandomBits | torch.Tensor) -> None:
+    """Called by a linear when it has drawn random bits for an operand: uint8 (rows, columns).
+
+    By their address, or themselves; one row for each token.
+    """
     if not _logs:
         return
+    if isinstance(bits, RandomBits):
+        bits = bits.tensor().t() if bits.turned else bits.tensor()
     entry = BitsRecord(name, gemm, role, fingerprint(bits))
     for log in _logs:
         log.bits.append(entry)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nvfp4.numerics import hadamard
-from nvfp4.numerics.philox import random_bits
+from nvfp4.numerics.philox import RandomBits, random_bits
 from nvfp4.numerics.spec import QuantSpec
 from nvfp4.precision import audit
 from nvfp4.precision.context import StepContext, token_addresses
@@ -29,7 +29,6 @@ GEMM_NUMBERS = {"fprop": 0, "dgrad": 1, "wgrad": 2}
 OPERAND_NUMBERS = {"input": 0, "weight": 1, "grad_output": 2}
 NO_GEMM = 3  # signs
 NO_OPERAND = 3  # token means
-BLOCK = 16  # values that share a scale which is rounded stochastically
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,14 @@ class Call:
     state: MethodState | None = None
     training: bool = True
 
-    def bits(self, gemm: str, role: str, tensor: Tensor, spec: QuantSpec, turned: bool) -> Tensor:
-        """Random bits of an operand, in the orientation of its GEMM.
+    def bits(
+        self, gemm: str, role: str, tensor: Tensor, spec: QuantSpec, turned: bool
+    ) -> RandomBits:
+        """Address of the random bits of an operand, in the orientation of its GEMM.
 
         tensor: (rows, features), rows being tokens, or output features for the weight; turned:
-        whether the GEMM takes its transpose. Returns uint8 for every element, or for every 16 of
-        the dimension that is summed over.
+        whether the GEMM takes its transpose. One byte for every element, or for every 16 of the
+        dimension that is summed over.
         """
         context, number = self._addressed()
         rows, features = tensor.shape
@@ -70,20 +71,14 @@ class Call:
             sample, position = token_addresses(
                 context, self.leading, self.layout, rows, tensor.device
             )
-        scales = spec.random == "scales"
-        if scales and turned:
-            sample, position = sample[::BLOCK], position[::BLOCK]
-        found = random_bits(
+        found = RandomBits(
             seed=context.seed, step=context.step, layer=self.layer, call=number,
             gemm=GEMM_NUMBERS[gemm], operand=OPERAND_NUMBERS[role],
             sample=sample, position=position, num_features=features,
-            feature_offset=self._offset(role),
+            feature_offset=self._offset(role), turned=turned, scales=spec.random == "scales",
         )  # fmt: skip
-        if scales and not turned:
-            found = found[:, ::BLOCK]
         audit.record_bits(self.name, gemm, role, found)
-        # one copy now is cheaper than strided reads in every step of quantize
-        return found.t().contiguous() if turned else found
+        return found
 
     def mean_bits(self, gemm: str, role: str, features: int, device: torch.device) -> Tensor:
         """Random bits of a quantised token mean: uint8 (1, features)."""

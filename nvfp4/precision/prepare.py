@@ -5,6 +5,7 @@ run along the summed dimension.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,16 +69,14 @@ def _quantise(
     call: Call, gemm: str, role: str, tensor: Tensor, spec: QuantSpec, turned: bool
 ) -> QuantizedTensor:
     """Quantise a tensor, or its transpose, with the bits, signs and scale its spec asks for."""
-    given: dict[str, Tensor] = {}
+    given: dict[str, Any] = {}
     if spec.random:
         given["random_bits"] = call.bits(gemm, role, tensor, spec, turned)
     if (signs := call.signs(gemm, spec, tensor.device)) is not None:
         given["signs"] = signs
     if spec.scale_rule == "delayed":
         given["scale"] = _delayed_scale(call, role, tensor, spec)
-    if turned:  # one copy now is cheaper than strided reads in every step of quantize
-        tensor = tensor.t().contiguous()
-    return backends.active().quantize(tensor, spec, **given)
+    return backends.active().quantize(tensor.t() if turned else tensor, spec, **given)
 
 
 def _delayed_scale(call: Call, role: str, tensor: Tensor, spec: QuantSpec) -> Tensor:

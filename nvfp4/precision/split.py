@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nvfp4 import backends
+from nvfp4.numerics.philox import BYTES
 from nvfp4.numerics.quantize import QuantizedTensor, dequantize
 from nvfp4.numerics.spec import QuantSpec
-from nvfp4.precision.call import BLOCK, Call
+from nvfp4.precision.call import Call
 
 Quantised = QuantizedTensor | Tensor
 
@@ -55,7 +56,7 @@ def quantised_mean(mu: Tensor, spec: QuantSpec, call: Call, gemm: str, role: str
     given: dict[str, Tensor] = {}
     if spec.random:
         bits = call.mean_bits(gemm, role, mu.shape[1], mu.device)
-        bits = bits if spec.random == "elements" else bits[:, ::BLOCK]
+        bits = bits if spec.random == "elements" else bits[:, ::BYTES]
         given["random_bits"] = pad(bits, (0, 0, 0, rows - 1))
     if (signs := call.signs(gemm, spec, mu.device)) is not None:
         given["signs"] = signs
