@@ -40,16 +40,22 @@ def errors(got, true):
     return [((a - b).norm() / b.norm()).item() for a, b in zip(got, true, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["averis", "chon"])
-@pytest.mark.parametrize("wgrad", ["as it is", "one-sided"])
-def test_without_quantisation_it_is_the_plain_product(monkeypatch, name, wgrad):
-    """With a quantiser that changes nothing the parts add up to x w^T, dy w, dy^T x."""
+@pytest.fixture
+def no_quantiser(monkeypatch):
+    """A backend whose quantiser changes nothing."""
     plain = replace(
         backends.choose("reference"),
         quantize=lambda tensor, spec, **_: tensor.float(),
         transpose=lambda tensor: tensor.t(),
     )
     monkeypatch.setattr(backends, "_active", plain)
+
+
+@pytest.mark.usefixtures("no_quantiser")
+@pytest.mark.parametrize("name", ["averis", "chon"])
+@pytest.mark.parametrize("wgrad", ["as it is", "one-sided"])
+def test_without_quantisation_it_is_the_plain_product(name, wgrad):
+    """With a quantiser that changes nothing the parts add up to x w^T, dy w, dy^T x."""
     changes = {"base": name, "compute_dtype": "fp32", "dgrad": {"weight": None}}
     if wgrad == "one-sided":
         changes["wgrad"] = {"input": None, "grad_output": {"hadamard": 0}}
@@ -60,6 +66,22 @@ def test_without_quantisation_it_is_the_plain_product(monkeypatch, name, wgrad):
     assert max(errors(run(policy, *tensors), exact(*tensors))) < 1e-6
 
 
+@pytest.mark.usefixtures("no_quantiser")
+@pytest.mark.parametrize(("offset", "limit"), [(1, 1e-4), (4, 1e-5), (30, 1e-6)])
+def test_wgrad_of_bf16_tensors_leaves_nothing_out(offset, limit):
+    """Only the rest is rounded to BF16; a mean in BF16 would be an error of 6e-4 to 3e-3.
+
+    The rank-1 cross terms of a BF16 mean would do as well: 4e-4, 5e-6 and 2e-8.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (
+        (torch.randn(4096, features, generator=generator) + offset).bfloat16()
+        for features in (128, 64)
+    )
+    dw = run(PRESETS["averis"], x, torch.zeros(64, 128), dy)[2]
+    assert errors([dw], [exact(x, torch.zeros(64, 128), dy)[2]])[0] < limit
+
+
 def test_mean_and_rest():
     x = biased(0, 48, 8)
     mu, rest = off_mean(torch.cat([x, torch.zeros(16, 8)]), 48)
@@ -68,6 +90,11 @@ def test_mean_and_rest():
     assert torch.allclose(rest[:48] + mu, x, atol=1e-6)
     assert rest[:48].sum(0).abs().max() < 1e-4
     assert not any(part.any() for part in off_mean(torch.zeros(16, 8), 0))
+    half = x.bfloat16()
+    mu, rest = off_mean(half, 48, exact=True)
+    assert mu.dtype == torch.float32 and rest.dtype == torch.bfloat16
+    assert torch.equal(rest, (half.float() - mu).bfloat16())
+    assert off_mean(half, 48)[0].dtype == torch.bfloat16
 
 
 def test_averis_helps_where_the_mean_is_large():

@@ -8,12 +8,16 @@ for grad_output, each where it is quantised. Q is the quantiser of the operand:
     wgrad   dw = Q(R_dy)^T Q(R_x) + T mu_dy mu_x^T
 
 In wgrad the products of a mean with a rest, mu_dy (1^T R_x) and (R_dy^T 1) mu_x^T, are left out:
-the columns of R sum to zero. The published text gives y and says that dy is treated alike. Ours are
-the choices that mu and R are rounded to the compute dtype, that what a mean adds is summed in FP32,
-and that wgrad, where it is a product of two vectors and no GEMM, takes the means unquantised: their
-errors would be those of all tokens alike, and not average out (with columns whose mean is four
-times their spread dw came out six times worse than without any split). If only one side of wgrad is
-quantised, only that side is split: R_dy^T X + T mu_dy mu_x^T is dy^T x as well.
+the columns of X - 1 mu^T sum to zero. That takes mu in FP32: rounded to BF16 it is off by up to
+2^-9 of itself, alike for all tokens, and T such errors times the other mean are left out (2e-3 of
+dw for columns whose mean is their spread, 4e-5 with the FP32 mean; R is rounded token by token, and
+the sums of that are left out rightly: X has no such part). The published text gives y and says that
+dy is treated alike. Ours are the choices that R, and mu but for wgrad, are rounded to the compute
+dtype, that what a mean adds is summed in FP32, and that wgrad, where it is a product of two vectors
+and no GEMM, takes the means unquantised: their errors would be those of all tokens alike, and not
+average out (with columns whose mean is four times their spread dw came out six times worse than
+without any split). If only one side of wgrad is quantised, only that side is split:
+R_dy^T X + T mu_dy mu_x^T is dy^T x as well.
 
 hot_channels (CHON, arXiv 2602.02047): with residuals dX = X - Q(X), dW = W - Q(W) the columns I
 with the largest scores s_j = mean_i |dX_ij| + mean_i |dW_ij| correct fprop to first order:
@@ -38,12 +42,14 @@ from nvfp4.precision.call import BLOCK, Call
 Quantised = QuantizedTensor | Tensor
 
 
-def off_mean(x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """mu (1, F) and R (M, F) of x (M, F), whose rows beyond `tokens` are padding and stay zero.
+def off_mean(x: Tensor, tokens: int, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """mu (1, F) and R = X - 1 mu^T (M, F) of x (M, F); its rows beyond `tokens` stay zero.
 
-    The mean is taken in FP32; both are rounded to x's dtype.
+    The mean is taken in FP32 and, unless `exact`, rounded to x's dtype before it is taken off; R is
+    rounded to x's dtype.
     """
-    mu = (x[:tokens].sum(0, keepdim=True, dtype=torch.float32) / max(tokens, 1)).to(x.dtype)
+    mu = x[:tokens].sum(0, keepdim=True, dtype=torch.float32) / max(tokens, 1)
+    mu = mu if exact else mu.to(x.dtype)
     rest = (x.float() - mu.float()).to(x.dtype)
     rest[tokens:] = 0
     return mu, rest
@@ -74,7 +80,7 @@ def mean_row(mean: Quantised, weight: Quantised, accumulate: str) -> Tensor:
 
 
 def mean_outer(mu_dy: Tensor, mu_x: Tensor, tokens: int) -> Tensor:
-    """T mu_dy mu_x^T: float32 (N, K)."""
+    """T mu_dy mu_x^T of exact means (1, N) and (1, K): float32 (N, K)."""
     return tokens * torch.outer(mu_dy[0].float(), mu_x[0].float())
 
 
