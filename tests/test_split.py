@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from nvfp4 import backends
+from nvfp4.numerics.spec import QuantSpec
 from nvfp4.precision.context import StepContext, use_context
 from nvfp4.precision.linear import linear
 from nvfp4.precision.operands import policy_from_dict
 from nvfp4.precision.presets import PRESETS
-from nvfp4.precision.split import off_mean
+from nvfp4.precision.split import hot_count, off_mean
 
 T, K, N = 72, 64, 48  # 72 tokens are padded
 
@@ -120,6 +121,25 @@ def test_hot_channels_help_where_few_channels_are_large():
     ours, other = (errors(run(PRESETS[name], x, w, dy), true) for name in ("chon", "nvfp4"))
     assert ours[0] < 0.5 * other[0]
     assert ours[1:] == other[1:]  # fprop only
+
+
+def test_hot_channels_fit_the_outer_blocks():
+    """A share that is 16 columns, of which outer128 takes 64: twice that is one outer block."""
+    narrow, wide = PRESETS["chon"].fprop.input, QuantSpec(block="1x16", second_level="outer128")
+    assert hot_count(0.0625, 256, (narrow, narrow)) == 16
+    assert hot_count(0.0625, 256, (narrow, wide)) == hot_count(0.0625, 256, (wide, wide)) == 64
+    assert hot_count(0.3, 256, (wide, wide)) == hot_count(0.5, 256, (wide, narrow)) == 128
+    for roles in (("input",), ("weight",), ("input", "weight")):
+        table = {role: {"block": "1x16", "second_level": "outer128"} for role in roles}
+        policy = policy_from_dict("p", {"base": "chon", "fprop": table}, PRESETS, "here")
+        plain = replace(policy, split="none", split_fraction=0.0)
+        generator = torch.Generator().manual_seed(0)
+        x, w = torch.randn(T, 256, generator=generator), torch.randn(N, 256, generator=generator)
+        x[:, 5] *= 30
+        dy = torch.randn(T, N, generator=generator)
+        true = exact(x, w, dy)
+        ours, other = (errors(run(one, x, w, dy), true) for one in (policy, plain))
+        assert ours[0] < 0.9 * other[0]  # column 5 of x, largest in its outer blocks, is exact
 
 
 def test_mean_of_gradients_is_unbiased():

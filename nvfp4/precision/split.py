@@ -25,10 +25,11 @@ with the largest scores s_j = mean_i |dX_ij| + mean_i |dW_ij| correct fprop to f
     y = Q(X) Q(W)^T + Q([dX_I, Q(X)_I]) Q([Q(W)_I, dW_I])^T
 
 which is one widened product; here the appended columns have a tensor scale of their own. |I| is a
-share of the columns, rounded up to whole blocks.
+share of the columns, rounded up to whole blocks, and so that the 2 |I| appended columns are whole
+blocks of both operands (second_level outer128: |I| is a multiple of 64).
 """
 
-from math import ceil, lcm
+from math import ceil, gcd, lcm
 
 import torch
 from torch import Tensor
@@ -84,6 +85,14 @@ def mean_outer(mu_dy: Tensor, mu_x: Tensor, tokens: int) -> Tensor:
     return tokens * torch.outer(mu_dy[0].float(), mu_x[0].float())
 
 
+def hot_count(share: float, columns: int, specs: tuple[QuantSpec, QuantSpec]) -> int:
+    """|I| for this share of K columns, at most K; 2 |I| is as spec.multiples wants."""
+    block = lcm(*(max(spec.block_shape[1], 1) for spec in specs))
+    appended = lcm(*(spec.multiples[1] for spec in specs))  # a power of two
+    block = lcm(block, appended // gcd(appended, 2))
+    return min(block * ceil(share * columns / block), columns)
+
+
 def hot_channels(x: Tensor, w: Tensor, qx: Quantised, qw: Quantised, call: Call) -> Tensor:
     """The correction of fprop by its worst channels: float32 (M, N).
 
@@ -95,8 +104,7 @@ def hot_channels(x: Tensor, w: Tensor, qx: Quantised, qw: Quantised, call: Call)
     x_hat, w_hat = plain(qx), plain(qw)
     dx, dw = x.float() - x_hat, w.float() - w_hat
     score = dx[: call.tokens].abs().sum(0) / max(call.tokens, 1) + dw.abs().mean(0)
-    block = lcm(*(max(one.block_shape[1], 1) for one in specs if one is not None))
-    count = min(block * ceil(policy.split_fraction * x.shape[1] / block), x.shape[1])
+    count = hot_count(policy.split_fraction, x.shape[1], (specs[0], specs[1]))
     chosen = score.sort(descending=True, stable=True).indices[:count].sort().values
     left = torch.cat([dx[:, chosen], x_hat[:, chosen]], dim=1).to(x.dtype)
     right = torch.cat([w_hat[:, chosen], dw[:, chosen]], dim=1).to(x.dtype)
