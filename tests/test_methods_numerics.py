@@ -90,6 +90,15 @@ def test_mx_edges(spec):
     assert q.block_scale[0, 0] == 254 and dequantize(q)[0, 0] < -(2.0**127)
 
 
+def test_encode_scale_of_every_byte():
+    codes = torch.arange(256, dtype=torch.uint8)
+    for rule, factor in (("rceil", 1.0), ("floor_3_4", 0.75)):
+        found = mx.encode_scale(codes, rule)
+        assert found[255].isnan() and found.dtype == torch.float32
+        expected = factor * torch.exp2(127 - codes[:255].double())
+        assert torch.equal(found[:255].double(), expected)
+
+
 def test_rceil_never_clips_and_floor_clips_less_than_a_binade():
     x = normal(3, 64, 256)
     for spec, limit in ((MXFP8, 448.0), (QuantSpec("e2m1", "1x32", "e8m0", "rceil", "none"), 6.0)):
