@@ -235,6 +235,17 @@ def test_adding_towards_zero_against_exact_sums():
         assert abs(Fraction(float(further))) > abs(exact)
 
 
+def test_adding_towards_zero_at_the_largest_numbers():
+    """A sum that overflows is cut off at FLT_MAX; infinity and NaN stay what they are."""
+    top = scaling.FLT_MAX
+    ulp = 2.0**104
+    x = torch.tensor([top, -top, top, top, -top, top, INF, -INF, INF, NAN, 2.0**127])
+    y = torch.tensor([top, -top, ulp / 2, ulp / 4, -ulp, -1.0, 1.0, -top, -INF, 1.0, 2.0**127])
+    got = accumulate.add_towards_zero(x, y)
+    expected = torch.tensor([top, -top, top, top, -top, top - ulp, INF, -INF, NAN, NAN, top])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_accumulation_models_on_one_example():
     """64 products of 1, then halves of one unit of 64: each model keeps or drops them its way."""
     a = torch.ones(1, 192)
