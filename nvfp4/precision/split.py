@@ -17,7 +17,7 @@ dtype, that what a mean adds is summed in FP32, and that wgrad, where it is a pr
 and no GEMM, takes the means unquantised: their errors would be those of all tokens alike, and not
 average out (with columns whose mean is four times their spread dw came out six times worse than
 without any split). If only one side of wgrad is quantised, only that side is split:
-R_dy^T X + T mu_dy mu_x^T is dy^T x as well.
+R_dy^T X + T mu_dy mu_x^T is dy^T x as well, but for the rounding of R_dy times mu_x (3e-4).
 
 hot_channels (CHON, arXiv 2602.02047): with residuals dX = X - Q(X), dW = W - Q(W) the columns I
 with the largest scores s_j = mean_i |dX_ij| + mean_i |dW_ij| correct fprop to first order:
