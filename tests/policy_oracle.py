@@ -82,7 +82,8 @@ def three_gemms(policy, x, w, dy, sequence):
         spec = policy.operands(gemm)[role]
         if policy.split != "mean" or spec is None:
             return decoded(gemm, role, tensor, turned), None
-        mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+        mean = tensor.float().mean(0, keepdim=True)
+        mean = mean if gemm == "wgrad" else mean.to(tensor.dtype)
         rest = (tensor.float() - mean.float()).to(tensor.dtype)
         if gemm == "wgrad":
             return decoded(gemm, role, rest, turned), mean.double()

@@ -1,5 +1,6 @@
 """Random bits are a function of where an element is, whatever order things are computed in."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -140,10 +141,26 @@ def test_padded_rows_have_addresses_of_their_own():
     sample, position = token_addresses(context, (2, 5), "bsh", 16, torch.device("cpu"))
     real = list(zip(sample.tolist(), position.tolist(), strict=True))[:10]
     assert real == [(3 + b, 10 + s) for b in range(2) for s in range(5)]
-    assert set(sample[10:].tolist()) == {2**32 - 1} and len(set(position[10:].tolist())) == 6
-    other = replace(context, sample_offset=4)
-    more = token_addresses(other, (2, 5), "bsh", 16, torch.device("cpu"))[1][10:]
-    assert not set(more.tolist()) & set(position[10:].tolist())
+    assert sample[10:].tolist() == [2**32 - 4] * 6
+    assert position[10:].tolist() == list(range(1280, 1286))
+
+
+def test_passes_of_a_step_share_no_address():
+    """One token and 127 padded rows per pass: the most crowded there can be."""
+    offsets: list[int | tuple[int, ...]] = [0, 1, 2, 3, (4, 8), (5, 7), 127, 2**25 - 1]
+    found = Counter()
+    for first in (0, 1, 2, 7, 2**28 - 1, 2**28, 2**31 - 1):
+        for position in offsets:
+            here = StepContext(1, 1, sample_offset=first, position_offset=position)
+            length = len(position) if isinstance(position, tuple) else 1
+            rows = token_addresses(here, (1, length), "bsh", 128, torch.device("cpu"))
+            assert all(0 <= part.min() and part.max() < 2**32 for part in rows)
+            found.update(zip(*(part.tolist() for part in rows), strict=True))
+    assert max(found.values()) == 1 and len(found) == 7 * 8 * 128
+    here = StepContext(1, 1, position_offset=2**25)
+    token_addresses(here, (1, 16), "bsh", 16, torch.device("cpu"))
+    with pytest.raises(UserError, match="position_offset 33554432 with padded rows"):
+        token_addresses(here, (1, 1), "bsh", 16, torch.device("cpu"))
 
 
 class Twice(nn.Module):

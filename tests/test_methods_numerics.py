@@ -90,6 +90,15 @@ def test_mx_edges(spec):
     assert q.block_scale[0, 0] == 254 and dequantize(q)[0, 0] < -(2.0**127)
 
 
+def test_encode_scale_of_every_byte():
+    codes = torch.arange(256, dtype=torch.uint8)
+    for rule, factor in (("rceil", 1.0), ("floor_3_4", 0.75)):
+        found = mx.encode_scale(codes, rule)
+        assert found[255].isnan() and found.dtype == torch.float32
+        expected = factor * torch.exp2(127 - codes[:255].double())
+        assert torch.equal(found[:255].double(), expected)
+
+
 def test_rceil_never_clips_and_floor_clips_less_than_a_binade():
     x = normal(3, 64, 256)
     for spec, limit in ((MXFP8, 448.0), (QuantSpec("e2m1", "1x32", "e8m0", "rceil", "none"), 6.0)):
@@ -224,6 +233,17 @@ def test_adding_towards_zero_against_exact_sums():
         assert abs(Fraction(s)) <= abs(exact)
         further = np.nextafter(np.float32(s), np.float32(np.copysign(INF, float(exact))))
         assert abs(Fraction(float(further))) > abs(exact)
+
+
+def test_adding_towards_zero_at_the_largest_numbers():
+    """A sum that overflows is cut off at FLT_MAX; infinity and NaN stay what they are."""
+    top = scaling.FLT_MAX
+    ulp = 2.0**104
+    x = torch.tensor([top, -top, top, top, -top, top, INF, -INF, INF, NAN, 2.0**127])
+    y = torch.tensor([top, -top, ulp / 2, ulp / 4, -ulp, -1.0, 1.0, -top, -INF, 1.0, 2.0**127])
+    got = accumulate.add_towards_zero(x, y)
+    expected = torch.tensor([top, -top, top, top, -top, top - ulp, INF, -INF, NAN, NAN, top])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_accumulation_models_on_one_example():

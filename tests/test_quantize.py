@@ -13,7 +13,7 @@ from numpy_oracle import fp8, nvfp4, rotate
 from nvfp4.errors import UserError
 from nvfp4.numerics.formats import E2M1, E4M3, decode, encode
 from nvfp4.numerics.quantize import decode_operand, dequantize, quantize, transpose
-from nvfp4.numerics.spec import NVFP4, NVFP4_2D, FP8_1x128, FP8_128x128, QuantSpec
+from nvfp4.numerics.spec import MXFP8, NVFP4, NVFP4_2D, FP8_1x128, FP8_128x128, QuantSpec
 
 STOCHASTIC = QuantSpec(rounding="stochastic")
 ROTATED = QuantSpec(hadamard=16)
@@ -175,6 +175,20 @@ def test_infinity_leaves_the_tensor_unscaled():
     assert q.amax == INF
     assert q.block_scale[0].tolist() == [0x7E, encode(torch.tensor([0.5]), E4M3).item()]
     assert q.codes[0, :3].tolist() == [7, 15, 0] and (q.codes[1:] == 7).all()
+
+
+def test_infinity_after_dequantisation():
+    """Under an infinite amax everything is infinite or NaN; without one it stays by itself."""
+    x = random_matrix(3, (16, 256))
+    x[0, 0], x[0, 1] = INF, -INF
+    back = dequantize(quantize(x, NVFP4))
+    assert back[0, 0] == INF and back[0, 1] == -INF and not back.isfinite().any()
+    back = dequantize(quantize(x, QuantSpec(second_level="row")))
+    assert not back[0].isfinite().any() and back[1:].isfinite().all()
+    back = dequantize(quantize(x, FP8_1x128))
+    assert back[0, 0] == 448 and back[0, 1] == -448 and back.isfinite().all()
+    back = dequantize(quantize(x, MXFP8))
+    assert back[0, 0] == INF and not back[0, 2:32].any() and back[0, 32:].isfinite().all()
 
 
 def test_random_bits_decide_and_scales_do_not_depend_on_them():

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from nvfp4 import backends
+from nvfp4.numerics.spec import QuantSpec
 from nvfp4.precision.context import StepContext, use_context
 from nvfp4.precision.linear import linear
 from nvfp4.precision.operands import policy_from_dict
 from nvfp4.precision.presets import PRESETS
-from nvfp4.precision.split import off_mean
+from nvfp4.precision.split import hot_count, off_mean
 
 T, K, N = 72, 64, 48  # 72 tokens are padded
 
@@ -40,16 +41,22 @@ def errors(got, true):
     return [((a - b).norm() / b.norm()).item() for a, b in zip(got, true, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["averis", "chon"])
-@pytest.mark.parametrize("wgrad", ["as it is", "one-sided"])
-def test_without_quantisation_it_is_the_plain_product(monkeypatch, name, wgrad):
-    """With a quantiser that changes nothing the parts add up to x w^T, dy w, dy^T x."""
+@pytest.fixture
+def no_quantiser(monkeypatch):
+    """A backend whose quantiser changes nothing."""
     plain = replace(
         backends.choose("reference"),
         quantize=lambda tensor, spec, **_: tensor.float(),
         transpose=lambda tensor: tensor.t(),
     )
     monkeypatch.setattr(backends, "_active", plain)
+
+
+@pytest.mark.usefixtures("no_quantiser")
+@pytest.mark.parametrize("name", ["averis", "chon"])
+@pytest.mark.parametrize("wgrad", ["as it is", "one-sided"])
+def test_without_quantisation_it_is_the_plain_product(name, wgrad):
+    """With a quantiser that changes nothing the parts add up to x w^T, dy w, dy^T x."""
     changes = {"base": name, "compute_dtype": "fp32", "dgrad": {"weight": None}}
     if wgrad == "one-sided":
         changes["wgrad"] = {"input": None, "grad_output": {"hadamard": 0}}
@@ -60,6 +67,22 @@ def test_without_quantisation_it_is_the_plain_product(monkeypatch, name, wgrad):
     assert max(errors(run(policy, *tensors), exact(*tensors))) < 1e-6
 
 
+@pytest.mark.usefixtures("no_quantiser")
+@pytest.mark.parametrize(("offset", "limit"), [(1, 1e-4), (4, 1e-5), (30, 1e-6)])
+def test_wgrad_of_bf16_tensors_leaves_nothing_out(offset, limit):
+    """Only the rest is rounded to BF16; a mean in BF16 would be an error of 6e-4 to 3e-3.
+
+    The rank-1 cross terms of a BF16 mean would do as well: 4e-4, 5e-6 and 2e-8.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (
+        (torch.randn(4096, features, generator=generator) + offset).bfloat16()
+        for features in (128, 64)
+    )
+    dw = run(PRESETS["averis"], x, torch.zeros(64, 128), dy)[2]
+    assert errors([dw], [exact(x, torch.zeros(64, 128), dy)[2]])[0] < limit
+
+
 def test_mean_and_rest():
     x = biased(0, 48, 8)
     mu, rest = off_mean(torch.cat([x, torch.zeros(16, 8)]), 48)
@@ -68,6 +91,11 @@ def test_mean_and_rest():
     assert torch.allclose(rest[:48] + mu, x, atol=1e-6)
     assert rest[:48].sum(0).abs().max() < 1e-4
     assert not any(part.any() for part in off_mean(torch.zeros(16, 8), 0))
+    half = x.bfloat16()
+    mu, rest = off_mean(half, 48, exact=True)
+    assert mu.dtype == torch.float32 and rest.dtype == torch.bfloat16
+    assert torch.equal(rest, (half.float() - mu).bfloat16())
+    assert off_mean(half, 48)[0].dtype == torch.bfloat16
 
 
 def test_averis_helps_where_the_mean_is_large():
@@ -93,6 +121,25 @@ def test_hot_channels_help_where_few_channels_are_large():
     ours, other = (errors(run(PRESETS[name], x, w, dy), true) for name in ("chon", "nvfp4"))
     assert ours[0] < 0.5 * other[0]
     assert ours[1:] == other[1:]  # fprop only
+
+
+def test_hot_channels_fit_the_outer_blocks():
+    """A share that is 16 columns, of which outer128 takes 64: twice that is one outer block."""
+    narrow, wide = PRESETS["chon"].fprop.input, QuantSpec(block="1x16", second_level="outer128")
+    assert hot_count(0.0625, 256, (narrow, narrow)) == 16
+    assert hot_count(0.0625, 256, (narrow, wide)) == hot_count(0.0625, 256, (wide, wide)) == 64
+    assert hot_count(0.3, 256, (wide, wide)) == hot_count(0.5, 256, (wide, narrow)) == 128
+    for roles in (("input",), ("weight",), ("input", "weight")):
+        table = {role: {"block": "1x16", "second_level": "outer128"} for role in roles}
+        policy = policy_from_dict("p", {"base": "chon", "fprop": table}, PRESETS, "here")
+        plain = replace(policy, split="none", split_fraction=0.0)
+        generator = torch.Generator().manual_seed(0)
+        x, w = torch.randn(T, 256, generator=generator), torch.randn(N, 256, generator=generator)
+        x[:, 5] *= 30
+        dy = torch.randn(T, N, generator=generator)
+        true = exact(x, w, dy)
+        ours, other = (errors(run(one, x, w, dy), true) for one in (policy, plain))
+        assert ours[0] < 0.9 * other[0]  # column 5 of x, largest in its outer blocks, is exact
 
 
 def test_mean_of_gradients_is_unbiased():

@@ -56,12 +56,14 @@ def add_towards_zero(x: Tensor, y: Tensor) -> Tensor:
     """x + y in FP32, rounded towards zero: the nearest sum, one step back if that went too far.
 
     What the nearest sum left out is exact in FP32 (Knuth's two-sum); it has the other sign than the
-    sum exactly if the sum was rounded away from zero. float32, any shape.
+    sum exactly if the sum was rounded away from zero. A sum of finite numbers that overflows is
+    +-FLT_MAX; infinity comes of infinity only. float32, any shape.
     """
     total = x + y
     part = total - x
     rest = (x - (total - part)) + (y - part)
     too_far = (rest != 0) & (torch.signbit(rest) != torch.signbit(total)) & total.isfinite()
+    too_far |= total.isinf() & x.isfinite() & y.isfinite()  # rest is NaN there
     return torch.where(too_far, torch.nextafter(total, torch.zeros_like(total)), total)
 
 

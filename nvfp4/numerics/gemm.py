@@ -188,7 +188,7 @@ def gemm(
     a: (M, K), b: (N, K), quantised or plain (a plain tensor is multiplied as it is, in FP32).
     alpha: kernel or reference, see the functions above; operands without amax have none.
     accumulate: a model of accumulate.py. fp32 for two operands in FP8 blocks is fp8_blocks;
-    sequential16 takes two operands with a tensor amax only.
+    sequential16 takes two operands with a tensor or a row amax only.
     accumulator: (M, N) float32, e.g. a main gradient; not modified. Returns (M, N).
     Raises UserError for shapes that do not match and rotations that do not cancel.
     """

@@ -62,9 +62,11 @@ def block_scale(block_amax: Tensor, fmt: Format, rule: str) -> Tensor:
 
 
 def encode_scale(block_scale: Tensor, rule: str) -> Tensor:
-    """What x is times: 2^-e, or 3/4 of it; exact. NaN scales stay NaN. float32 (R, C)."""
-    inverse = (254 - block_scale.to(torch.int32)).clamp_(min=0)
-    scale = decode_e8m0(inverse.to(torch.uint8))
+    """What x is times: 2^-e, or 3/4 of it; exact. NaN scales stay NaN.
+
+    block_scale: (R, C) uint8. Returns (R, C) float32.
+    """
+    scale = decode_e8m0(254 - block_scale)  # uint8 wraps: NaN, byte 255, stays 255
     return scale * 0.75 if rule == "floor_3_4" else scale
 
 

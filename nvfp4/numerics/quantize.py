@@ -145,7 +145,10 @@ def quantize(
     random_bits: uint8, (M, K) for rounding stochastic, (M, K/16) for the scales of MS-EDEN; as
     spec.random says; or their address. signs: (spec.hadamard,) +-1 for spec.signs layer and step.
     NaN is ignored in every amax and becomes +6 (FP4) or NaN (FP8), in MS-EDEN its whole rotated
-    group NaN; a rotation spreads NaN and infinity over the group; infinity saturates.
+    group NaN; a rotation spreads NaN and infinity over the group. The code of infinity is the
+    largest element. An infinite amax of the second level makes all values under it infinite, or NaN
+    where a code or scale is 0. An infinite block amax gives MX the scale 2^127, next to which usual
+    values become 0, and FP8 with float scales the scale 1: infinity is then the largest element.
     UserError: wrong shape or dtype, or an argument that the spec needs or does not take.
     Source: Transformer Engine 2.20 quantize_transpose_nvfp4.cuh; blockwise FP8: recipe_common.cuh.
     """

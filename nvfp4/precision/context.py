@@ -37,7 +37,8 @@ from torch.nn.functional import pad
 from nvfp4.errors import UserError
 
 MAX_CALLS = 256  # 8 bits of the random address
-PADDING_SAMPLE = 2**32 - 1  # sample number of padded rows, beyond any real sample
+LAST_SAMPLE = 2**32 - 1
+PADDED_ROWS = 128  # the most a pass can have: operands are padded to multiples of at most that
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,14 @@ def token_addresses(
 
     leading: sizes that were flattened to rows. "sbh" with two sizes: position, sample; otherwise
     the first is the sample, the others the position. Rows beyond them are padding; they have
-    addresses too, of a sample that does not exist, since rotation leaves values to round there.
-    Raises UserError if the sequence does not divide into the pieces of context.position_offset.
+    addresses too, since rotation leaves values to round there. Padded row i of a pass has
+
+        sample    2^32 - 1 - sample_offset              samples counted from the far end
+        position  128 * (first position_offset) + i     i < 128
+
+    which no other pass of the step has, nor a real row while a step has below 2^31 samples.
+    Raises UserError if the sequence does not divide into the pieces of context.position_offset, or
+    if that is 2^25 or more where rows are padded.
     """
     by_position = layout == "sbh" and len(leading) == 2
     inner = max(1, leading[1] if by_position else prod(leading[1:]))
@@ -175,7 +182,10 @@ def token_addresses(
         position = position + context.position_offset
     sample = sample + context.sample_offset
     if padding := rows - len(index):
-        sample = pad(sample, (0, padding), value=PADDING_SAMPLE)
-        first = context.sample_offset * 16 % 2**32  # another pass of this step has others
+        offset = context.position_offset
+        first = PADDED_ROWS * (offset[0] if isinstance(offset, tuple) else offset)
+        if first >= 2**32:
+            raise UserError(f"position_offset {offset} with padded rows; it must be below 33554432")
+        sample = pad(sample, (0, padding), value=LAST_SAMPLE - context.sample_offset)
         position = torch.cat([position, torch.arange(first, first + padding, device=device)])
     return sample, position

@@ -25,7 +25,7 @@ NO_RUNS: tuple[str, ...] = ("fprop",)
 class Operand:
     """value: what is multiplied; original: the same before quantisation.
 
-    mean: what split took off: Q(mu), in wgrad mu itself.
+    mean: what split took off: Q(mu), in wgrad mu itself, in float32.
     """
 
     value: QuantizedTensor | Tensor
@@ -54,7 +54,7 @@ def prepare(
     original = tensor if original is None else original
     mean = None
     if policy.split == "mean" and role != "weight" and policy.quantised(gemm):
-        mean, rest = split.off_mean(tensor, call.tokens)
+        mean, rest = split.off_mean(tensor, call.tokens, exact=gemm == "wgrad")
         tensor = tensor if spec is None else rest
         if gemm != "wgrad":
             mean = None if spec is None else split.quantised_mean(mean, spec, call, gemm, role)
