@@ -1,8 +1,12 @@
-"""Package discovery and the symlink guard; metadata is in pyproject.toml. Never imports torch."""
+"""Package discovery, the symlink guard and the optional C++ kernels; metadata is in pyproject.toml.
+
+Never imports torch: the kernels have a plain C interface. Without a compiler, or where it fails,
+installation goes on, and `nvfp4 doctor` says that the CPU backend is missing.
+"""
 
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import Extension, find_namespace_packages, setup
 
 for name in ("models", "data", "recipes"):
     if not Path("nvfp4", name).is_dir():
@@ -11,9 +15,28 @@ for name in ("models", "data", "recipes"):
             "run: git config core.symlinks true && git checkout ."
         )
 
+BACKENDS = "nvfp4/backends"
+KERNELS = Extension(
+    "nvfp4.backends._cpu_kernels",
+    sources=[f"{BACKENDS}/cpu_kernels.cpp"],
+    depends=[str(path) for path in sorted(Path(BACKENDS).glob("cpu_*.h"))],
+    # no fast-math and no contraction to fma: the bits are those of numerics/
+    extra_compile_args=[
+        "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+        "-g0", "-Wno-psabi",
+    ],
+    libraries=["dl", "pthread"],
+    optional=True,
+)  # fmt: skip
+
 setup(
     # explicit, so that `pip install -e` writes a plain .pth file that type checkers can follow
     package_dir={"": "."},
     packages=find_namespace_packages(include=["nvfp4", "nvfp4.*"]),
-    package_data={"nvfp4": ["py.typed"], "nvfp4.recipes": ["*.yaml", "*/*.yaml", "*.md"]},
+    package_data={
+        "nvfp4": ["py.typed"],
+        "nvfp4.backends": ["*.cpp", "*.h"],
+        "nvfp4.recipes": ["*.yaml", "*/*.yaml", "*.md"],
+    },
+    ext_modules=[KERNELS],
 )

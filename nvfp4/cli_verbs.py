@@ -199,15 +199,20 @@ def verify(parser: Parser) -> Run:
     """Does the arithmetic agree bit by bit with golden vectors? Exit code 1 if it does not.
 
     nvfp4 verify --golden tests/golden
+    nvfp4 verify --golden tests/golden --backend cpu
     """
     parser.add_argument(
         "--golden", metavar="DIR", type=Path, required=True, help="holds .npz files"
     )
+    parser.add_argument(
+        "--backend", default="reference", help="whose arithmetic (default: %(default)s)"
+    )
 
     def run(args: argparse.Namespace) -> int:
+        from nvfp4 import backends
         from nvfp4.numerics.golden import verify
 
-        return verify(args.golden)
+        return verify(args.golden, arithmetic=backends.choose(args.backend))
 
     return run
 

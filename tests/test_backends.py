@@ -32,7 +32,12 @@ def test_auto_says_why(monkeypatch):
     def module(name):
         reason = "needs compute capability 10.0" if name == "fast" else None
         return SimpleNamespace(
-            unsupported_reason=lambda: reason, quantize=None, transpose=None, gemm=None, kernel=None
+            unsupported_reason=lambda: reason,
+            quantize=None,
+            dequantize=None,
+            transpose=None,
+            gemm=None,
+            kernel=None,
         )
 
     monkeypatch.setattr(backends, "NAMES", ("fast", "reference"))

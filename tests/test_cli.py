@@ -144,7 +144,9 @@ def test_exit_codes_of_the_verbs_pass_through(monkeypatch):
     seen = []
     monkeypatch.setattr("nvfp4.lab.parity.parity", lambda **given: seen.append(given) or 4)
     monkeypatch.setattr("nvfp4.doctor.doctor", lambda: 3)
-    monkeypatch.setattr("nvfp4.numerics.golden.verify", lambda folder: seen.append(folder) or 1)
+    monkeypatch.setattr(
+        "nvfp4.numerics.golden.verify", lambda folder, arithmetic: seen.append(folder) or 1
+    )
     assert cli.main("parity a b --tolerance 0.01 --out c".split()) == 4
     assert cli.main(["doctor"]) == 3
     assert cli.main(["verify", "--golden", "d"]) == 1

@@ -41,7 +41,8 @@ def bits(monkeypatch):
 
     def watched(tensor, spec, *, random_bits=None):
         if random_bits is not None:
-            seen.append(random_bits.t() if spec.hadamard else random_bits)
+            drawn = random_bits.tensor()
+            seen.append(drawn.t() if spec.hadamard else drawn)
         return reference.quantize(tensor, spec, random_bits=random_bits)
 
     monkeypatch.setattr(backends, "_active", replace(reference, quantize=watched))

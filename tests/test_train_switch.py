@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine_runs import rows, small, started
 
+from nvfp4 import backends
 from nvfp4.engine.runfolder import RunFolder, read_audits
 from nvfp4.engine.train import train
 from nvfp4.errors import UserError
@@ -84,7 +85,7 @@ def test_what_ran_after_a_switch_is_audited_and_shown(straight):
         "from step 4: ",
         "executed in step 1\n",
         f"executed in step 4, after the switch {TEXT}",
-        "(reference, matmul fp32, sum fp32)",
+        f"({backends.choose().name}, matmul fp32, sum fp32)",
         "M x N x K 64 x 128 x 64",
     ):
         assert words in text

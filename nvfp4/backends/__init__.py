@@ -3,7 +3,7 @@
 A backend is a module beside this one with
 
     unsupported_reason() -> str | None     why it cannot run on this machine
-    quantize, transpose, gemm              as in nvfp4.numerics, equal to them bit for bit
+    quantize, dequantize, transpose, gemm  as in nvfp4.numerics, equal to them bit for bit
     kernel(a, b, accumulate) -> str        which code its gemm takes for a pair, for the audit
 
 The choice is made once, before training, and nothing falls back afterwards.
@@ -17,7 +17,7 @@ from typing import Any
 
 from nvfp4.errors import MachineError, UserError
 
-NAMES = ("reference",)  # fastest first: `auto` takes the first that this machine supports
+NAMES = ("cpu", "reference")  # fastest first: `auto` takes the first that this machine supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Backend:
     name: str
     reasons: tuple[str, ...]
     quantize: Callable[..., Any]
+    dequantize: Callable[..., Any]
     transpose: Callable[..., Any]
     gemm: Callable[..., Any]
     kernel: Callable[..., str]
@@ -52,8 +53,9 @@ def choose(requested: str = "auto") -> Backend:
             why = "first one supported here" if requested == "auto" else "requested"
             reasons.append(f"{name}: chosen, {why}")
             return Backend(
-                name, tuple(reasons), module.quantize, module.transpose, module.gemm, module.kernel
-            )
+                name, tuple(reasons), module.quantize, module.dequantize, module.transpose,
+                module.gemm, module.kernel,
+            )  # fmt: skip
         reasons.append(f"{name}: {reason}")
     raise MachineError(f"run.backend={requested} cannot run on this machine; {'; '.join(reasons)}")
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from nvfp4.numerics import quantize as definition
 from nvfp4.numerics.gemm import gemm, kernel
-from nvfp4.numerics.quantize import QuantizedTensor, transpose
+from nvfp4.numerics.quantize import QuantizedTensor, dequantize, transpose
 from nvfp4.numerics.spec import QuantSpec
 
-__all__ = ["gemm", "kernel", "quantize", "transpose", "unsupported_reason"]
+__all__ = ["dequantize", "gemm", "kernel", "quantize", "transpose", "unsupported_reason"]
 
 
 def unsupported_reason() -> str | None:

@@ -112,7 +112,13 @@ def _signs(operand: Operand) -> Tensor | None:
     return None if isinstance(operand, Tensor) else operand.signs
 
 
-def _check(a: Operand, b: Operand, accumulate: str) -> None:
+def check_operands(a: Operand, b: Operand, alpha: str, accumulate: str) -> None:
+    """Whether `gemm` takes these arguments; UserError where it does not."""
+    if alpha not in ("kernel", "reference"):
+        raise UserError(f"gemm: alpha {alpha!r} is not one of kernel, reference")
+    if accumulate not in models.MODELS:
+        allowed = ", ".join(models.MODELS)
+        raise UserError(f"gemm: accumulate {accumulate!r} is not one of {allowed}")
     pair = f"a is {_describe(a)}, b is {_describe(b)}"
     if a.shape[1] != b.shape[1]:
         raise UserError(f"gemm: the contraction (last dimension) differs: {pair}")
@@ -121,11 +127,12 @@ def _check(a: Operand, b: Operand, accumulate: str) -> None:
     signs = _signs(a), _signs(b)
     if signs[0] is not None and signs[1] is not None and not torch.equal(signs[0], signs[1]):
         raise UserError(f"gemm: the sign vectors of the rotations differ: {pair}")
-    if accumulate == "sequential16" and not all(_level(q) in ("tensor", "row") for q in (a, b)):
+    if accumulate == "sequential16" and not all(level(q) in ("tensor", "row") for q in (a, b)):
         raise UserError(f"gemm: accumulate sequential16 is defined for two NVFP4 operands: {pair}")
 
 
-def _level(operand: Operand) -> str:
+def level(operand: Operand) -> str:
+    """Second level of an operand; none for a plain tensor."""
     return "none" if isinstance(operand, Tensor) else operand.spec.second_level
 
 
@@ -133,8 +140,8 @@ def _alpha(a: Operand, b: Operand, kind: str) -> Tensor | None:
     """alpha of the second levels that scale a whole tensor or its rows (those count as amax 1)."""
     amax, limits = [], []
     for q in (a, b):
-        if isinstance(q, QuantizedTensor) and q.amax is not None and _level(q) != "outer128":
-            amax.append(q.amax if _level(q) == "tensor" else q.amax.new_ones(()))
+        if isinstance(q, QuantizedTensor) and q.amax is not None and level(q) != "outer128":
+            amax.append(q.amax if level(q) == "tensor" else q.amax.new_ones(()))
             limits.append(second_level_range(q.spec))
     if len(amax) == 2:
         alpha = kernel_alpha if kind == "kernel" else reference_alpha
@@ -158,6 +165,12 @@ def _tensor_scale(a: Operand, b: Operand) -> Tensor | None:
     return factors[0] if factors else None
 
 
+def scalar_factors(a: Operand, b: Operand, alpha: str) -> list[Tensor]:
+    """What the sums are times, one after the other: float32 () each."""
+    factors = _alpha(a, b, alpha), _tensor_scale(a, b)
+    return [factor for factor in factors if factor is not None]
+
+
 def _exact(operand: Operand) -> Tensor:
     return operand.float() if isinstance(operand, Tensor) else decode_operand(operand)
 
@@ -168,7 +181,7 @@ def _fp8_blocks(operand: Operand) -> bool:
 
 def kernel(a: Operand, b: Operand, accumulate: str = "fp32") -> str:
     """Which code of this file or of accumulate.py sums up the products of this pair, in words."""
-    if "outer128" in (_level(a), _level(b)):
+    if "outer128" in (level(a), level(b)):
         return f"outer_blocks {accumulate}"
     both_fp8 = _fp8_blocks(a) and _fp8_blocks(b)
     return "fp8_blocks" if both_fp8 and accumulate == "fp32" else f"matmul {accumulate}"
@@ -192,12 +205,7 @@ def gemm(
     accumulator: (M, N) float32, e.g. a main gradient; not modified. Returns (M, N).
     Raises UserError for shapes that do not match and rotations that do not cancel.
     """
-    if alpha not in ("kernel", "reference"):
-        raise UserError(f"gemm: alpha {alpha!r} is not one of kernel, reference")
-    if accumulate not in models.MODELS:
-        allowed = ", ".join(models.MODELS)
-        raise UserError(f"gemm: accumulate {accumulate!r} is not one of {allowed}")
-    _check(a, b, accumulate)
+    check_operands(a, b, alpha, accumulate)
     path = kernel(a, b, accumulate)
     if path.startswith("outer_blocks"):
         y = outer_blocks(a, b, accumulate)
@@ -207,11 +215,11 @@ def gemm(
         y = sequential16(_exact(a), _exact(b))
     else:
         y = models.MODELS[accumulate](_exact(a), _exact(b))
-    for factor in (_alpha(a, b, alpha), _tensor_scale(a, b)):
-        y = y if factor is None else y.mul_(factor)
-    if _level(a) == "row":
+    for factor in scalar_factors(a, b, alpha):
+        y = y.mul_(factor)
+    if level(a) == "row":
         y = y.mul_(a.amax)  # pyright: ignore
-    if _level(b) == "row":
+    if level(b) == "row":
         y = y.mul_(b.amax.t())  # pyright: ignore
     if accumulator is not None:
         y = y.add_(accumulator)

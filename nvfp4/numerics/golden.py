@@ -11,13 +11,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from nvfp4.errors import UserError
-from nvfp4.numerics.golden_case import Case, Check, unimplemented
+from nvfp4.numerics.golden_case import Arithmetic, Case, Check, unimplemented
 from nvfp4.numerics.golden_checks import checks_of
+
+DEFINITION = Arithmetic()
 
 _UNREADABLE = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)
 _WRONG_CASE = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError)
@@ -149,7 +152,7 @@ def _check_case(case: Case, report: FileReport) -> None:
             report.skipped.append(case.label(name))
 
 
-def check_file(path: Path) -> FileReport:
+def check_file(path: Path, arithmetic: Any = DEFINITION) -> FileReport:
     """Compares one .npz. Never raises for what the file holds: the report says what is wrong."""
     report = FileReport(path.name)
     try:
@@ -160,7 +163,7 @@ def check_file(path: Path) -> FileReport:
         return report
     shared = cases.pop("input", {}) if len(cases) > 1 else {}
     for name, arrays in cases.items():
-        case = Case(path.stem, name, arrays, shared)
+        case = Case(path.stem, name, arrays, shared, arithmetic)
         report.cases += 1
         missing = unimplemented(case)
         if missing is None:
@@ -175,9 +178,12 @@ def check_file(path: Path) -> FileReport:
     return report
 
 
-def verify(folder: Path | str, echo: Callable[[str], object] = print) -> int:
+def verify(
+    folder: Path | str, echo: Callable[[str], object] = print, arithmetic: Any = DEFINITION
+) -> int:
     """Compares every .npz of `folder`, one line per file. Returns 0 if all are equal, else 1.
 
+    arithmetic: whose quantize, dequantize and gemm are compared, e.g. a backend's.
     Formats that are not implemented say so and do not count.
     UserError: there is no such folder, or no .npz in it.
     """
@@ -189,7 +195,7 @@ def verify(folder: Path | str, echo: Callable[[str], object] = print) -> int:
         raise UserError(f"--golden {folder}: no .npz file in it")
     reports = []
     for path in paths:
-        reports.append(check_file(path))
+        reports.append(check_file(path, arithmetic))
         for line in reports[-1].lines():
             echo(line)
     compared, equal = sum(r.compared for r in reports), sum(r.equal for r in reports)

@@ -7,12 +7,26 @@ with theirs.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from nvfp4.numerics.gemm import gemm
+from nvfp4.numerics.quantize import dequantize, quantize
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The functions that are compared: the definition's, or those of a backend."""
+
+    quantize: Callable[..., Any] = quantize
+    dequantize: Callable[..., Any] = dequantize
+    gemm: Callable[..., Any] = gemm
 
 
 def words(name: str) -> list[str]:
@@ -40,13 +54,14 @@ class Check:
 class Case:
     """Arrays by name. `used` were inputs, `superseded` have a _kernel sibling that decides.
 
-    shared: the arrays of the file's case `input`.
+    shared: the arrays of the file's case `input`. arithmetic: what has quantize, dequantize, gemm.
     """
 
     file: str
     name: str
     arrays: dict[str, np.ndarray]
     shared: dict[str, np.ndarray] = field(default_factory=dict)
+    arithmetic: Any = Arithmetic()
     used: set[str] = field(default_factory=set)
     superseded: set[str] = field(default_factory=set)
 

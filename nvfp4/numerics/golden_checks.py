@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nvfp4.numerics import hadamard, layout, scaling
-from nvfp4.numerics.gemm import gemm, kernel_alpha, reference_alpha
+from nvfp4.numerics.gemm import kernel_alpha, reference_alpha
 from nvfp4.numerics.golden_case import Case, Check
 from nvfp4.numerics.golden_formats import format_checks, known
 from nvfp4.numerics.golden_random import (
@@ -27,11 +27,7 @@ from nvfp4.numerics.golden_random import (
     signs_of,
     stochastic_checks,
 )
-from nvfp4.numerics.quantize import (
-    QuantizedTensor,
-    dequantize,
-    quantize,
-)
+from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.numerics.spec import NVFP4, NVFP4_2D, QuantSpec
 
 TRAINING_TOLERANCE = 1e-6  # of the largest value: FP32 in the library's order, the kernels' alpha
@@ -70,7 +66,7 @@ class _Forms:
             spec = self.specs[form]
             if rule != "current":
                 spec = replace(spec, scale_rule=rule)
-            self.made[form, rule] = quantize(x, spec, amax=amax)
+            self.made[form, rule] = self.case.arithmetic.quantize(x, spec, amax=amax)
         return self.made[form, rule]
 
     def amax(self, form: str) -> Tensor:
@@ -193,6 +189,7 @@ def _product_checks(
 ) -> Iterator[Check]:
     a, b = (form.get(direction) for form, direction in _operands(forms, product))
     added = case.tensor("main_grad_in") if accumulated else None
+    gemm = case.arithmetic.gemm
     y = gemm(a, b, alpha="reference", accumulate="sequential16", accumulator=added)
     yield case.check(name, y.to(_DTYPES[dtype]))
     if dtype == "fp32":
@@ -218,7 +215,7 @@ def layout_checks(case: Case) -> Iterator[Check]:
     values = {"codes": codes, "s_padded": padded, "s_swizzled": layout.swizzle(padded)}
     for name in case.arrays:
         if match := re.fullmatch(r"dequant_(fp32|bf16|fp16)(?:bits)?", name):
-            values[name] = dequantize(q, _DTYPES[match[1]])
+            values[name] = case.arithmetic.dequantize(q, _DTYPES[match[1]])
     yield from known(case, values)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from nvfp4.numerics import layout, scaling
 from nvfp4.numerics.formats import decode_e8m0
 from nvfp4.numerics.golden_case import Case, Check
-from nvfp4.numerics.quantize import quantize
 from nvfp4.numerics.spec import QuantSpec
 
 
@@ -41,7 +40,7 @@ def fp8_block_checks(case: Case) -> Iterator[Check]:
     block = "128x128" if case.says("128x128", "1x128") else "1x128"
     spec = QuantSpec(_format(case), block, _stored(case), second_level="none")
     for suffix, values in (("", x), ("_t", x.t())):
-        q = quantize(values, spec)
+        q = case.arithmetic.quantize(values, spec)
         gemm_scales = layout.fp8_gemm_scales(q.block_scale, spec.tiled)
         parts = {"q": q.codes, "s": q.block_scale}
         yield from known(case, {f"{name}{suffix}": value for name, value in parts.items()})
@@ -51,7 +50,8 @@ def fp8_block_checks(case: Case) -> Iterator[Check]:
 def fp8_current_checks(case: Case) -> Iterator[Check]:
     """One scale for the tensor, from its own amax."""
     x = case.matrix("x")
-    q = quantize(x, QuantSpec(_format(case), "tensor", _stored(case), second_level="none"))
+    spec = QuantSpec(_format(case), "tensor", _stored(case), second_level="none")
+    q = case.arithmetic.quantize(x, spec)
     largest = 57344.0 if q.spec.format == "e5m2" else 448.0
     amax = scaling.block_amax(x.float().reshape(1, x.shape[0], 1, x.shape[1]))
     scale = scaling.fp8_encode_scale(amax, largest, q.spec.block_scale == "pow2", scaling.FLT_MAX)
@@ -91,7 +91,7 @@ def mx_checks(case: Case) -> Iterator[Check]:
     for suffixes, values in ((("", "_row"), x), (("_colT", "_col"), x.t())):
         if not any(f"q{suffix}" in case.arrays for suffix in suffixes):
             continue
-        q = quantize(values, spec)
+        q = case.arithmetic.quantize(values, spec)
         codes = layout.pack(q.codes) if spec.format == "e2m1" else q.codes
         scale = q.block_scale.repeat_interleave(spec.block_shape[0], 0)
         for suffix in suffixes:

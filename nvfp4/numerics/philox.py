@@ -131,6 +131,13 @@ class RandomBits:
         rows, columns = (features, tokens) if self.turned else (tokens, features)
         return rows, -(-columns // BYTES) if self.scales else columns
 
+    def numbers(self) -> list[int]:
+        """[seed, step, tag, first feature]: the address but for sample and position."""
+        seed, step = _check("seed", self.seed, 32), _check("step", self.step, 32)
+        _check("feature", self.feature_offset + self.num_features, 36)
+        tag = _tag(self.layer, self.call, self.gemm, self.operand)
+        return [seed, step, tag, _check("feature", self.feature_offset, 36)]
+
     def tensor(self) -> Tensor:
         """The bits: uint8 in the orientation of the operand, contiguous."""
         every = BYTES if self.scales and self.turned else 1

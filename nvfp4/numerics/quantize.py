@@ -16,7 +16,7 @@ from nvfp4.numerics.formats import E4M3, FORMATS, UE5M3, decode, decode_e8m0, en
 from nvfp4.numerics.philox import RandomBits
 from nvfp4.numerics.spec import QuantSpec
 
-_INPUT_MAX = {  # largest number of each input dtype
+INPUT_MAX = {  # largest number of each input dtype
     torch.float32: scaling.FLT_MAX,
     torch.bfloat16: scaling.BF16_MAX,
     torch.float16: 65504.0,
@@ -66,7 +66,7 @@ def check_arguments(
         raise UserError(
             f"quantize needs a matrix (flatten the leading dimensions), got {tuple(x.shape)}"
         )
-    if x.dtype not in _INPUT_MAX:
+    if x.dtype not in INPUT_MAX:
         raise UserError(f"quantize needs float32, bfloat16 or float16, got {x.dtype}")
     rows, columns = spec.multiples
     if x.shape[0] % rows or x.shape[1] % columns:
@@ -81,6 +81,11 @@ def check_arguments(
         raise UserError(
             f"quantize: amax does not go with block {spec.block}, it has no tensor scale"
         )
+    if amax is not None:
+        shapes = {"row": (x.shape[0], 1), "outer128": (x.shape[0], x.shape[1] // 128)}
+        shape = shapes.get(spec.second_level, ())
+        if tuple(amax.shape) != shape and not (shape == () and amax.numel() == 1):
+            raise UserError(f"quantize: amax must have shape {shape}, got {tuple(amax.shape)}")
     if (scale is not None) != (spec.scale_rule == "delayed"):
         raise UserError("quantize: scale goes with scale_rule delayed, and delayed needs it")
     random_signs = spec.hadamard and spec.signs in ("layer", "step")
@@ -104,7 +109,7 @@ def check_arguments(
             )
 
 
-def _blocks(x: Tensor, spec: QuantSpec) -> Tensor:
+def as_blocks(x: Tensor, spec: QuantSpec) -> Tensor:
     """(M, K) as (R, r, C, c), zero padded to whole blocks."""
     m, k = x.shape
     rows, columns = (max(m, 1), max(k, 1)) if spec.block == "tensor" else spec.block_shape
@@ -114,7 +119,7 @@ def _blocks(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _matrix(blocks: Tensor, m: int, k: int) -> Tensor:
-    """Inverse of `_blocks`: (R, r, C, c) as (M, K), the padding cut away."""
+    """Inverse of `as_blocks`: (R, r, C, c) as (M, K), the padding cut away."""
     return blocks.flatten(2).flatten(0, 1)[:m, :k]
 
 
@@ -155,31 +160,16 @@ def quantize(
     check_arguments(x, spec, amax, scale, random_bits, signs)
     if isinstance(random_bits, RandomBits):
         random_bits = random_bits.tensor()
-    fmt = FORMATS[spec.format]
     vector = spec.signs if signs is None else signs
     values = hadamard.rotate(x, vector, spec.hadamard) if spec.hadamard else x
-    blocks = _blocks(values.float(), spec)
+    blocks = as_blocks(values.float(), spec)
     block_amax = scaling.block_amax(blocks)
-    if spec.second_level != "none":
-        if amax is None:
-            amax = scaling.second_level_amax(block_amax, spec.second_level)
-        else:
-            amax = amax.float().reshape(() if spec.second_level == "tensor" else amax.shape)
-        block_scale, encode_scale = _two_level_scales(blocks, block_amax, amax, spec)
-    elif spec.block_scale == "e8m0":
-        block_scale = mx.block_scale(block_amax, fmt, spec.scale_rule)
-        encode_scale = mx.encode_scale(block_scale, spec.scale_rule)
-    else:
-        overflow = scaling.FLT_MAX if spec.block == "tensor" else _INPUT_MAX[x.dtype]
-        encode_scale = scaling.fp8_encode_scale(
-            block_amax, fmt.max_value, spec.block_scale == "pow2", overflow
-        )
-        if scale is not None:
-            encode_scale = scale.float().reshape(1, 1)
-        block_scale = scaling.fp8_decode_scale(encode_scale)
+    block_scale, encode_scale, amax = block_scales(
+        block_amax, spec, amax, scale, INPUT_MAX[x.dtype], blocks
+    )
     scaled = apply_encode_scale(blocks, encode_scale)
-    bits = _blocks(random_bits, spec) if spec.random == "elements" else None  # pyright: ignore
-    codes = _matrix(encode(scaled, fmt, bits), *x.shape)
+    bits = as_blocks(random_bits, spec) if spec.random == "elements" else None  # pyright: ignore
+    codes = _matrix(encode(scaled, FORMATS[spec.format], bits), *x.shape)
     if spec.scale_rule == "eden":
         assert random_bits is not None
         factor = eden.correction(_matrix(scaled, *x.shape), codes, spec.hadamard)
@@ -188,14 +178,47 @@ def quantize(
     return QuantizedTensor(codes, block_scale, amax, spec, signs)
 
 
+def block_scales(
+    block_amax: Tensor,
+    spec: QuantSpec,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    input_max: float,
+    blocks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(block scales as stored, what elements are times, second-level amax) from the block maxima.
+
+    block_amax: (R, C) float32; input_max: largest number of the input's dtype; blocks: the values
+    (R, r, C, c), which the four_over_six rules look at; amax, scale: as in quantize.
+    """
+    if spec.second_level != "none":
+        if amax is None:
+            amax = scaling.second_level_amax(block_amax, spec.second_level)
+        else:
+            amax = amax.float().reshape(() if spec.second_level == "tensor" else amax.shape)
+        return *_two_level_scales(blocks, block_amax, amax, spec), amax
+    fmt = FORMATS[spec.format]
+    if spec.block_scale == "e8m0":
+        block_scale = mx.block_scale(block_amax, fmt, spec.scale_rule)
+        return block_scale, mx.encode_scale(block_scale, spec.scale_rule), None
+    overflow = scaling.FLT_MAX if spec.block == "tensor" else input_max
+    encode_scale = scaling.fp8_encode_scale(
+        block_amax, fmt.max_value, spec.block_scale == "pow2", overflow
+    )
+    if scale is not None:
+        encode_scale = scale.float().reshape(1, 1)
+    return scaling.fp8_decode_scale(encode_scale), encode_scale, None
+
+
 def _two_level_scales(
-    blocks: Tensor, block_amax: Tensor, amax: Tensor, spec: QuantSpec
+    blocks: Tensor | None, block_amax: Tensor, amax: Tensor, spec: QuantSpec
 ) -> tuple[Tensor, Tensor]:
     """(block scale codes, encode scales), both (R, C), under a second level with this amax."""
     limit, rule = scaling.second_level_range(spec), spec.scale_rule
     second = scaling.per_block(amax, spec.second_level)
     tensor_scale = scaling.tensor_encode_scale(second, limit)
     if rule.startswith("four_over_six"):
+        assert blocks is not None
         block_scale = four_over_six.block_scale(
             blocks, block_amax, tensor_scale, second, limit, rule
         )
@@ -248,7 +271,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def _scaled_codes(q: QuantizedTensor, scale: Tensor) -> Tensor:
-    blocks = _blocks(decode(q.codes, FORMATS[q.spec.format]), q.spec)
+    blocks = as_blocks(decode(q.codes, FORMATS[q.spec.format]), q.spec)
     return _matrix(blocks.mul_(_per_element(scale)), *q.shape)
 
 

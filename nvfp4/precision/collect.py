@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4.numerics.quantize import QuantizedTensor, dequantize
+from nvfp4 import backends
+from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.precision.operands import GEMMS, Policy
 
 SUMS = ("gemm error", "gemm exact")  # then two for each operand
@@ -132,7 +133,7 @@ def observe(
         if isinstance(operand, QuantizedTensor):
             quantised[index], apart[index] = True, split or bool(operand.spec.hadamard)
             if not apart[index]:
-                noise = _square(dequantize(operand) - original)
+                noise = _square(backends.active().dequantize(operand) - original)
         parts += [noise, _square(original)]
     one = Sums(
         torch.stack(parts), 1, (quantised[0], quantised[1]), (apart[0], apart[1])

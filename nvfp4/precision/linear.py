@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 
 from nvfp4 import backends
 from nvfp4.errors import UserError
-from nvfp4.numerics.quantize import QuantizedTensor, dequantize
+from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.precision import audit, collect
 from nvfp4.precision.call import Call
 from nvfp4.precision.context import StepContext, next_call
@@ -202,7 +202,9 @@ def _exact(like: Tensor) -> Any:
 
 def _plain(kept: QuantizedTensor | Tensor, dtype: torch.dtype) -> Tensor:
     """A kept operand in the compute dtype: what forward multiplied, or the tensor itself."""
-    return dequantize(kept, dtype) if isinstance(kept, QuantizedTensor) else kept.to(dtype)
+    if isinstance(kept, Tensor):
+        return kept.to(dtype)
+    return backends.active().dequantize(kept, dtype)
 
 
 def _weight_for_dgrad(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from nvfp4 import backends
-from nvfp4.numerics.quantize import dequantize
 from nvfp4.precision.tables import Policy
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -31,7 +30,8 @@ def quantised(weight: Tensor, policy: Policy) -> Tensor:
     """Q(w) as forward multiplies it: float32, shape of the weight (N, K)."""
     spec = policy.fprop.weight
     assert spec is not None  # Policy has made sure
-    return dequantize(backends.active().quantize(weight.to(_DTYPES[policy.compute_dtype]), spec))
+    backend = backends.active()
+    return backend.dequantize(backend.quantize(weight.to(_DTYPES[policy.compute_dtype]), spec))
 
 
 def window_of(step: int, steps: int, policy: Policy) -> tuple[bool, bool]:

@@ -37,7 +37,7 @@ from torch.nn.functional import pad
 
 from nvfp4 import backends
 from nvfp4.numerics.philox import BYTES
-from nvfp4.numerics.quantize import QuantizedTensor, dequantize
+from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.numerics.spec import QuantSpec
 from nvfp4.precision.call import Call
 
@@ -72,7 +72,9 @@ def quantised_mean(mu: Tensor, spec: QuantSpec, call: Call, gemm: str, role: str
 
 def plain(value: Quantised) -> Tensor:
     """Values of an operand in float32."""
-    return dequantize(value) if isinstance(value, QuantizedTensor) else value.float()
+    return (
+        backends.active().dequantize(value) if isinstance(value, QuantizedTensor) else value.float()
+    )
 
 
 def mean_row(mean: Quantised, weight: Quantised, accumulate: str) -> Tensor:

@@ -1,0 +1,158 @@
+// Included once for each instruction set, see cpu_kernels.cpp.
+
+// ---- lanes ---------------------------------------------------------------------------------
+
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+
+template <class To, class From> INLINE To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+INLINE f32x8 splat(float x) { return x - f32x8{}; }
+INLINE i32x8 splat(int32_t x) { return x - i32x8{}; }
+INLINE i32x8 max8(i32x8 a, i32x8 b) { return a > b ? a : b; }
+INLINE i32x8 min8(i32x8 a, i32x8 b) { return a < b ? a : b; }
+
+INLINE f32x8 load(const float *p) {
+    f32x8 x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE f32x8 load(const bf16 *p) {
+#if ISA >= 1
+    return (f32x8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    u16x8 x;
+    memcpy(&x, p, sizeof x);
+    return bits<f32x8>(__builtin_convertvector(x, u32x8) << 16);
+#endif
+}
+template <class T> INLINE f32x8 load_some(const T *p, int64_t n) {  // n < 8, the others are 0
+    T few[8] = {};
+    for (int64_t i = 0; i < n; i++) few[i] = p[i];
+    return load(few);
+}
+INLINE void store(float *p, f32x8 x) { memcpy(p, &x, sizeof x); }
+
+// 16 bytes to and from two vectors of int32. GCC converts vectors narrower than a register value by
+// value, hence the steps in between.
+struct Two { i32x8 a, b; };
+INLINE Two load_bytes(const uint8_t *p) {
+#if ISA >= 1
+    __m128i v = _mm_loadu_si128((const __m128i *)p);
+    return {(i32x8)_mm256_cvtepu8_epi32(v), (i32x8)_mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
+#else
+    u8x16 x;
+    memcpy(&x, p, sizeof x);
+    u16x16 w = __builtin_convertvector(x, u16x16);
+    u16x8 low = __builtin_shufflevector(w, w, 0, 1, 2, 3, 4, 5, 6, 7);
+    u16x8 high = __builtin_shufflevector(w, w, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {__builtin_convertvector(low, i32x8), __builtin_convertvector(high, i32x8)};
+#endif
+}
+#ifdef __SSE2__
+INLINE __m128i half(i32x8 x, bool high) {
+    i32x4 y = high ? __builtin_shufflevector(x, x, 4, 5, 6, 7) : __builtin_shufflevector(x, x, 0, 1, 2, 3);
+    return (__m128i)y;
+}
+#endif
+INLINE void store_bytes(uint8_t *p, i32x8 a, i32x8 b) {
+#ifdef __SSE2__
+    __m128i first = _mm_packs_epi32(half(a, false), half(a, true));
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi16(first, _mm_packs_epi32(half(b, false), half(b, true))));
+#else
+    for (int i = 0; i < 8; i++) p[i] = (uint8_t)a[i], p[i + 8] = (uint8_t)b[i];
+#endif
+}
+// FP32 to BF16, ties to even; NaN is 0x7FC0 as in torch.
+INLINE u16x8 to_bf16(f32x8 x) {
+    i32x8 b = bits<i32x8>(x);
+    u32x8 u = (u32x8)b;
+    u32x8 r = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
+    i32x8 nan = (b & 0x7FFFFFFF) > 0x7F800000;
+    return __builtin_convertvector(nan ? splat(0x7FC0) : (i32x8)r, u16x8);
+}
+
+// ---- block maxima: scaling.block_amax ------------------------------------------------------
+
+// Magnitudes are ordered like their bit patterns; the offset turns NaN negative, so it never wins.
+const int32_t NAN_OFFSET = 0x007FFFFF;
+INLINE i32x8 magnitude_key(f32x8 x) {
+    return (i32x8)((u32x8)(bits<i32x8>(x) & 0x7FFFFFFF) + (uint32_t)NAN_OFFSET);
+}
+INLINE i32x8 pattern_of(i32x8 key) { return max8(key, splat(NAN_OFFSET)) - NAN_OFFSET; }
+template <class T> INLINE int32_t segment_key(const T *x, int64_t n) {
+    i32x8 most = splat(NAN_OFFSET);
+    int64_t j = 0;
+    for (; j + 8 <= n; j += 8) most = max8(most, magnitude_key(load(x + j)));
+    if (j < n) most = max8(most, magnitude_key(load_some(x + j, n - j)));
+    most = max8(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3));
+    most = max8(most, __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5));
+    most = max8(most, __builtin_shufflevector(most, most, 1, 0, 3, 2, 5, 4, 7, 6));
+    return most[0];
+}
+// The largest lane of each of eight vectors.
+INLINE i32x8 max_of_each(const i32x8 v[8]) {
+    i32x8 a[4], b[2];
+    for (int i = 0; i < 4; i++) {
+        i32x8 x = v[2 * i], y = v[2 * i + 1];
+        a[i] = max8(__builtin_shufflevector(x, y, 0, 8, 1, 9, 4, 12, 5, 13), __builtin_shufflevector(x, y, 2, 10, 3, 11, 6, 14, 7, 15));
+    }
+    for (int i = 0; i < 2; i++) {
+        i32x8 x = a[2 * i], y = a[2 * i + 1];
+        b[i] = max8(__builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13), __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15));
+    }
+    return max8(__builtin_shufflevector(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11), __builtin_shufflevector(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15));
+}
+INLINE void take_max(int32_t *most, i32x8 key) {  // keys into the maxima of eight blocks
+    i32x8 m;
+    memcpy(&m, most, sizeof m);
+    m = max8(m, pattern_of(key));
+    memcpy(most, &m, sizeof m);
+}
+// Maxima of one row of values, taken into the maxima of its row of blocks (as integer patterns).
+template <class T> INLINE void amax_row(const T *x, int64_t C, int64_t bc, int32_t *most) {
+    int64_t j = 0;
+    if (bc == 1) {
+        for (; j + 8 <= C; j += 8) take_max(most + j, magnitude_key(load(x + j)));
+        for (; j < C; j++) most[j] = std::max(most[j], segment_key(x + j, 1) - NAN_OFFSET);
+        return;
+    }
+    if (bc == 16)
+        for (; j + 128 <= C; j += 128) {
+            i32x8 key[8];
+            for (int i = 0; i < 8; i++)
+                key[i] = max8(magnitude_key(load(x + j + 16 * i)), magnitude_key(load(x + j + 16 * i + 8)));
+            take_max(most + j / 16, max_of_each(key));
+        }
+    for (int64_t b = j / bc; j < C; j += bc, b++)
+        most[b] = std::max(most[b], segment_key(x + j, std::min(bc, C - j)) - NAN_OFFSET);
+}
+static void amax_row_f32(const float *x, int64_t C, int64_t bc, int32_t *most) {
+    amax_row(x, C, bc, most);
+}
+static void amax_row_bf16(const bf16 *x, int64_t C, int64_t bc, int32_t *most) {
+    amax_row(x, C, bc, most);
+}
+static int32_t largest(const int32_t *most, int64_t n) {  // patterns of magnitudes
+    i32x8 m = splat(0);
+    int64_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        i32x8 x;
+        memcpy(&x, most + j, sizeof x);
+        m = max8(m, x);
+    }
+    int32_t most_of_all = 0;
+    for (int i = 0; i < 8; i++) most_of_all = std::max(most_of_all, m[i]);
+    for (; j < n; j++) most_of_all = std::max(most_of_all, most[j]);
+    return most_of_all;
+}
+
