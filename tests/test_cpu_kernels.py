@@ -159,8 +159,8 @@ def test_all_bf16_numbers_as_elements():
 
 
 @needs_kernels
-def test_rotations_in_doubt_are_summed_in_fp64():
-    """Sums beside a rounding boundary of BF16, where FP32 sums would decide wrongly."""
+def test_rotations_beside_rounding_boundaries():
+    """Sums that FP32 would round to the wrong side."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2048, 16, generator=generator)
     x[:, 0] += 2.0 ** torch.randint(0, 20, (2048,), generator=generator)

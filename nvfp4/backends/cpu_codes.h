@@ -12,10 +12,11 @@ template <class F, bool RANDOM> INLINE i32x8 encode(f32x8 x, i32x8 random) {
     i32x8 nan = magnitude > 0x7F800000;
     magnitude = min8(magnitude, splat((int32_t)F::largest));
     i32x8 power = max8(magnitude, splat((127 + F::emin) << 23)) & 0x7F800000;
-    f32x8 steps = bits<f32x8>(magnitude) * bits<f32x8>(((254 + F::m) << 23) - power);
+    const int scale = (254 + F::m + (RANDOM ? 8 : 0)) << 23;  // in steps, or 256ths of them
+    f32x8 steps = bits<f32x8>(magnitude) * bits<f32x8>(scale - power);
     i32x8 code;
     if (RANDOM)  // rounding.stochastic
-        code = (__builtin_convertvector(steps * 256.0f, i32x8) + random) >> 8;
+        code = (__builtin_convertvector(steps, i32x8) + random) >> 8;
     else  // rounding.nearest
         code = bits<i32x8>(steps + 8388608.0f) - 0x4B000000;
     code += (power >> (23 - F::m)) - ((127 + F::emin) << F::m);
@@ -206,14 +207,19 @@ static void finish_f32(const float *y, int64_t n, const float *factors, int64_t 
     }
 }
 static void finish_bf16(const float *y, int64_t n, const float *factors, int64_t count, const float *add, bf16 *out) {
-    for (int64_t j = 0; j < n; j += 8) {
-        int64_t k = std::min<int64_t>(8, n - j);
-        f32x8 v = k == 8 ? load(y + j) : load_some(y + j, k);
+    int64_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        f32x8 v = load(y + j);
         for (int64_t f = 0; f < count; f++) v *= factors[f];
-        if (add) v += k == 8 ? load(add + j) : load_some(add + j, k);
-        u16x8 rounded = to_bf16(v);
-        memcpy(out + j, &rounded, k * sizeof(bf16));
+        if (add) v += load(add + j);
+        store_words(out + j, to_bf16(v));
     }
+    if (j == n) return;
+    f32x8 v = load_some(y + j, n - j);
+    for (int64_t f = 0; f < count; f++) v *= factors[f];
+    if (add) v += load_some(add + j, n - j);
+    i32x8 rounded = to_bf16(v);
+    for (int64_t k = 0; j + k < n; k++) out[j + k] = (bf16)rounded[k];
 }
 // total = fl(p * scale_a * scale_b + total), as numerics.gemm computes it: the last product and sum
 // in FP64, or in FP32 where the scales are powers of two and the product is exact.

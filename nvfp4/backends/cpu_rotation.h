@@ -2,62 +2,29 @@
 
 // ---- rotation: hadamard.rotate for sizes whose 1/sqrt(size) is exact -----------------------
 
-// The definition sums in FP64, rounds to FP32, then to BF16. Sixteen values are summed here in FP32
-// where that gives the same: (a) their sums are exact, all of them being multiples of 2^-24 of the
-// power of two above 16 max |x|, as most BF16 numbers are; or (b) the error of four additions one
-// after the other, at most 2^-24 * sum |x| <= 2^-20 * max |x|, cannot reach the next rounding
-// boundary of BF16. A group with a value in doubt, and any so large or small that FP32 over- or
-// underflows, is done in FP64.
-const float BOUND = 1.0625f / 1048576.0f, SMALLEST = 0x1p-100f, LARGEST = 0x1p120f;
+// As in the definition: sums in FP64, rounded to FP32, then to BF16. H16 = H4 x H4, so sixteen
+// values are a 4 x 4 matrix that is multiplied by H4 from both sides.
 
-INLINE i32x8 magnitude(f32x8 x) { return bits<i32x8>(x) & 0x7FFFFFFF; }  // NaN is the largest
-INLINE bool any(i32x8 mask) {
-#if ISA >= 1
-    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
-#else
-    typedef int64_t i64x4 __attribute__((vector_size(32)));
-    i64x4 m = (i64x4)mask;
-    return (m[0] | m[1] | m[2] | m[3]) != 0;
-#endif
+// Rows of a 4 x 4 matrix, or of four values in every lane, times H4: sums of steps 2, then 1.
+INLINE void h4(f64x4 v[4]) {
+    f64x4 a = v[0] + v[2], c = v[0] - v[2], b = v[1] + v[3], d = v[1] - v[3];
+    v[0] = a + b, v[1] = a - b, v[2] = c + d, v[3] = c - d;
 }
-// Whether x is a multiple of the unit in the last place of `large`, a power of two times 1.5.
-INLINE i32x8 multiple(f32x8 x, f32x8 large) { return (x + large) - large == x; }
-INLINE f32x8 above(i32x8 most) { return bits<f32x8>(most & 0x7F800000) * 24.0f; }
-// Error of the FP32 sums of a lane: 0, the bound, or infinite, so that nothing under it is certain.
-INLINE f32x8 error_bound(i32x8 pattern, i32x8 exact) {
-    f32x8 most = bits<f32x8>(pattern);
-    i32x8 safe = (most == 0.0f) | ((most > SMALLEST) & (most < LARGEST));
-    f32x8 e = exact ? splat(0.0f) : most * BOUND;
-    return safe ? e : splat(__builtin_inff());
+INLINE void transpose4(f64x4 v[4]) {
+    f64x4 a = __builtin_shufflevector(v[0], v[1], 0, 4, 2, 6), b = __builtin_shufflevector(v[0], v[1], 1, 5, 3, 7);
+    f64x4 c = __builtin_shufflevector(v[2], v[3], 0, 4, 2, 6), d = __builtin_shufflevector(v[2], v[3], 1, 5, 3, 7);
+    v[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5), v[1] = __builtin_shufflevector(b, d, 0, 1, 4, 5);
+    v[2] = __builtin_shufflevector(a, c, 2, 3, 6, 7), v[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
 }
-INLINE i32x8 doubtful(f32x8 y, f32x8 e) {  // whether y - e and y + e round to different values
-    u32x8 up = (u32x8)bits<i32x8>(y + e) + 0x8000, down = (u32x8)bits<i32x8>(y - e) + 0x8000;
-    return ((i32x8)((up ^ down) >> 16) != 0) | (e > LARGEST);
+INLINE f32x8 joined(f64x4 low, f64x4 high) {  // to FP32; + 0 turns -0 into 0
+    return both(narrow(low), narrow(high)) + 0.0f;
 }
-INLINE i32x8 nearest_bf16(f32x8 y) {  // the pattern, for what is not NaN
-    u32x8 u = (u32x8)bits<i32x8>(y);
-    return (i32x8)((u + 0x7FFF + ((u >> 16) & 1)) >> 16);
-}
-INLINE void store16(bf16 *p, i32x8 a, i32x8 b) {
-#if ISA >= 1
-    __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)a, (__m256i)b), 0xD8);
-    _mm256_storeu_si256((__m256i *)p, both);
-#else
-    u16x8 low = __builtin_convertvector(a, u16x8), high = __builtin_convertvector(b, u16x8);
-    memcpy(p, &low, sizeof low);
-    memcpy(p + 8, &high, sizeof high);
-#endif
-}
-// One group of any size in FP64; values `stride` apart, results `y_stride`.
+
+// One group of any size; values `stride` apart, results `y_stride`.
 template <class T>
 static __attribute__((noinline)) void rotate_group(const T *x, int64_t stride, int d, const double *signs, bf16 *y, int64_t y_stride) {
     double v[64];
-    for (int i = 0; i < d; i++) {
-        float value;
-        if (sizeof(T) == 4) memcpy(&value, x + i * stride, 4);
-        else value = bits<float>((uint32_t)x[i * stride] << 16);
-        v[i] = (double)value * signs[i];
-    }
+    for (int i = 0; i < d; i++) v[i] = (double)value(x[i * stride]) * signs[i];
     for (int step = d / 2; step; step /= 2)
         for (int i = 0; i < d; i += 2 * step)
             for (int k = i; k < i + step; k++) {
@@ -65,121 +32,95 @@ static __attribute__((noinline)) void rotate_group(const T *x, int64_t stride, i
                 v[k] = a + b;
                 v[k + step] = a - b;
             }
-    for (int i = 0; i < d; i += 4) {
-        f32x8 f = {(float)v[i], (float)v[i + 1], (float)v[i + 2], (float)v[i + 3]};
-        u16x8 out = to_bf16(f + 0.0f);
-        for (int k = 0; k < 4; k++) y[(i + k) * y_stride] = out[k];
-    }
+    for (int i = 0; i < d; i++) y[i * y_stride] = (bf16)to_bf16(splat((float)v[i] + 0.0f))[0];
 }
-// Groups of 16 down eight columns, n of them real; and their maxima, where asked for.
-template <class T, bool WHOLE>
-INLINE void rotate_columns16(const T *x, int64_t n, int64_t stride, const float *s, const double *signs, bf16 *y, int64_t y_stride, int32_t *most_out) {
-    f32x8 v[16];
-    i32x8 most = splat(0);
-    for (int i = 0; i < 16; i++) {
-        v[i] = WHOLE ? load(x + i * stride) : load_some(x + i * stride, n);
-        most = max8(most, magnitude(v[i]));
-    }
-    const f32x8 large = above(most);
-    i32x8 exact = splat(-1), key = splat(0);
-    for (int i = 0; i < 16; i++) {
-        exact &= multiple(v[i], large);
-        v[i] = v[i] * s[i] + 0.0f;  // + 0 turns -0 into 0
-    }
-    for (int step = 8; step; step /= 2)
-        for (int i = 0; i < 16; i++)
-            if (!(i & step)) {
-                f32x8 a = v[i], b = v[i + step];
-                v[i] = a + b;
-                v[i + step] = a - b;
-            }
-    for (int i = 0; i < 16; i++) {
-        i32x8 pattern = nearest_bf16(v[i]);
-        u16x8 out = __builtin_convertvector(pattern, u16x8);
-        if (WHOLE) memcpy(y + i * y_stride, &out, sizeof out);
-        else memcpy(y + i * y_stride, &out, n * sizeof(bf16));
-        key = max8(key, pattern & 0x7FFF);
-    }
-    key <<= 16;
-    const f32x8 e = error_bound(most, exact);
-    i32x8 doubt = ~(e == 0.0f);
-    if (any(doubt)) {
-        doubt = splat(0);
-        for (int i = 0; i < 16; i++) doubt |= doubtful(v[i], e);
-        if (any(doubt)) {
-            for (int64_t k = 0; k < n; k++)
-                if (doubt[k]) rotate_group(x + k, stride, 16, signs, y + k, y_stride);
-            key = splat(0);
-            for (int i = 0; i < 16; i++)
-                key = max8(key, pattern_of(magnitude_key(WHOLE ? load(y + i * y_stride) : load_some(y + i * y_stride, n))));
+
+// Groups of 16 down TILE columns, copied here first: rows of a large matrix compete for the same
+// lines of a cache.
+const int TILE = 64;
+INLINE void rotate_columns(float x[16][TILE], const double *signs) {
+    for (int j = 0; j < TILE; j += 4) {
+        f64x4 v[4][4];
+        for (int i = 0; i < 16; i++) v[i % 4][i / 4] = wide(load4(&x[i][j])) * signs[i];
+        for (int i = 0; i < 4; i++) h4(v[i]);
+        for (int i = 0; i < 4; i++) {
+            f64x4 w[4] = {v[0][i], v[1][i], v[2][i], v[3][i]};
+            h4(w);
+            for (int k = 0; k < 4; k++) store4(&x[4 * i + k][j], narrow(w[k]));
         }
     }
-    if (!most_out) return;
-    int32_t found[8];
-    memcpy(found, &key, sizeof found);
-    memcpy(most_out, found, n * 4);
 }
 template <class T>
 INLINE void rotate_down16(const T *x, int64_t C, int64_t stride, const double *signs, bf16 *y, int32_t *most) {
-    float s[16];
-    for (int i = 0; i < 16; i++) s[i] = (float)signs[i];
-    int64_t j = 0;
-    for (; j + 8 <= C; j += 8) rotate_columns16<T, true>(x + j, 8, stride, s, signs, y + j, C, most ? most + j : most);
-    if (j < C) rotate_columns16<T, false>(x + j, C - j, stride, s, signs, y + j, C, most ? most + j : most);
-}
-INLINE f32x8 butterfly(f32x8 x, f32x8 swapped, i32x8 negative) {
-    return swapped + bits<f32x8>(bits<i32x8>(x) ^ negative);
-}
-INLINE f32x8 h8(f32x8 x) {
-    const int32_t m = (int32_t)0x80000000;
-    x = butterfly(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3), i32x8{0, 0, 0, 0, m, m, m, m});
-    x = butterfly(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5), i32x8{0, 0, m, m, 0, 0, m, m});
-    return butterfly(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6), i32x8{0, m, 0, m, 0, m, 0, m});
-}
-INLINE i32x8 max_of_lanes(i32x8 x) {
-    x = max8(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
-    x = max8(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
-    return max8(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6));
-}
-// Up to eight groups of 16 along a row, judged together; and the maximum of each.
-template <class T>
-INLINE i32x8 rotate_tile16(const T *x, int groups, f32x8 s0, f32x8 s1, const double *signs, bf16 *y) {
-    i32x8 most = splat(0);
-    for (int i = 0; i < 2 * groups; i++) most = max8(most, magnitude(load(x + 8 * i)));
-    most = max_of_lanes(most);
-    const f32x8 large = above(most);
-    i32x8 exact = splat(-1), key[8];
-    for (int i = 0; i < 2 * groups; i++) exact &= multiple(load(x + 8 * i), large);
-    const f32x8 e = error_bound(most, any(~exact) ? splat(0) : splat(-1));
-    const bool certain = e[0] == 0.0f;
-    for (int i = groups; i < 8; i++) key[i] = splat(0);
-    for (int i = 0; i < groups; i++) {
-        f32x8 a = load(x + 16 * i) * s0 + 0.0f, b = load(x + 16 * i + 8) * s1 + 0.0f;  // -0 to 0
-        f32x8 v0 = h8(a + b), v1 = h8(a - b);
-        i32x8 out0 = nearest_bf16(v0), out1 = nearest_bf16(v1);
-        store16(y + 16 * i, out0, out1);
-        key[i] = max8(out0 & 0x7FFF, out1 & 0x7FFF) << 16;
-        if (certain) continue;
-        if (any(doubtful(v0, e) | doubtful(v1, e))) {
-            rotate_group(x + 16 * i, 1, 16, signs, y + 16 * i, 1);
-            key[i] = pattern_of(max8(magnitude_key(load(y + 16 * i)), magnitude_key(load(y + 16 * i + 8))));
+    float tile[16][TILE];
+    for (int64_t j = 0; j < C; j += TILE) {
+        const int64_t n = std::min<int64_t>(TILE, C - j);
+        for (int i = 0; i < 16; i++) {
+            const T *row = x + i * stride + j;
+            for (int64_t k = 0; k < TILE; k += 8)
+                store(&tile[i][k], k + 8 <= n ? load(row + k) : load_some(row + k, std::max<int64_t>(n - k, 0)));
+        }
+        rotate_columns(tile, signs);
+        i16x16 key[TILE / 16];
+        for (auto &one : key) one = i16x16{};
+        for (int i = 0; i < 16; i++) {
+            i16x16 row[TILE / 16];
+            for (int k = 0; k < TILE / 16; k++) {
+                const float *at = &tile[i][16 * k];
+                i16x16 words = packed(to_bf16(load(at) + 0.0f), to_bf16(load(at + 8) + 0.0f));
+                row[k] = in_order(words);
+                key[k] = max16(key[k], word_key(row[k]));
+            }
+            if (n == TILE) memcpy(y + i * C + j, row, sizeof row);
+            else memcpy(y + i * C + j, row, n * sizeof(bf16));
+        }
+        for (int k = 0; most && 16 * k < n; k++) {
+            i32x8 found[2] = {pattern_of_word((i32x8)__builtin_shufflevector(i16x16{}, key[k], 0, 16, 0, 17, 0, 18, 0, 19, 0, 20, 0, 21, 0, 22, 0, 23)),
+                              pattern_of_word((i32x8)__builtin_shufflevector(i16x16{}, key[k], 0, 24, 0, 25, 0, 26, 0, 27, 0, 28, 0, 29, 0, 30, 0, 31))};
+            memcpy(most + j + 16 * k, found, std::min<int64_t>(16, n - 16 * k) * 4);
         }
     }
-    return max_of_each(key);
+}
+
+// Two groups of 16 along a row, at x and x + 16; the keys of their results, the first group's in
+// the low half.
+template <class T> INLINE i16x16 rotate_two(const T *x, const f64x4 signs[4], bf16 *y) {
+    f64x4 v[2][4];
+    for (int g = 0; g < 2; g++) {
+        for (int i = 0; i < 4; i++) v[g][i] = wide(load4(x + 16 * g + 4 * i)) * signs[i];
+        h4(v[g]);
+        transpose4(v[g]);
+        h4(v[g]);
+    }
+    // v[g][i] is column i of the results; as words they are put in order.
+    i16x16 a = packed(to_bf16(joined(v[0][0], v[1][0])), to_bf16(joined(v[0][1], v[1][1])));
+    i16x16 b = packed(to_bf16(joined(v[0][2], v[1][2])), to_bf16(joined(v[0][3], v[1][3])));
+    a = __builtin_shuffle(a, i16x16{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
+    b = __builtin_shuffle(b, i16x16{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
+    i32x8 first = __builtin_shufflevector((i32x8)a, (i32x8)b, 0, 8, 1, 9, 4, 12, 5, 13);
+    i32x8 second = __builtin_shufflevector((i32x8)a, (i32x8)b, 2, 10, 3, 11, 6, 14, 7, 15);
+    i32x8 low = __builtin_shufflevector(first, second, 0, 1, 2, 3, 8, 9, 10, 11);
+    i32x8 high = __builtin_shufflevector(first, second, 4, 5, 6, 7, 12, 13, 14, 15);
+    memcpy(y, &low, sizeof low);
+    memcpy(y + 16, &high, sizeof high);
+    return max16(word_key(a), word_key(b));
 }
 template <class T>
 INLINE void rotate_along16(const T *x, int64_t C, const double *signs, bf16 *y, int32_t *most) {
-    float s[16];
-    for (int i = 0; i < 16; i++) s[i] = (float)signs[i];
-    const f32x8 s0 = load(s), s1 = load(s + 8);
+    const f64x4 s[4] = {load4(signs), load4(signs + 4), load4(signs + 8), load4(signs + 12)};
     int64_t j = 0;
     for (; j + 128 <= C; j += 128) {
-        i32x8 key = rotate_tile16(x + j, 8, s0, s1, signs, y + j);
-        if (most) memcpy(most + j / 16, &key, sizeof key);
+        i32x8 key[4];  // words in pairs; their order is that of the keys
+        for (int i = 0; i < 4; i++) {
+            i16x16 one = rotate_two(x + j + 32 * i, s, y + j + 32 * i);
+            key[i] = (i32x8)max16(one, (i16x16)((u32x8)one << 16));
+        }
+        i32x8 all = pattern_of_word(max_of_halves(key));
+        if (most) memcpy(most + j / 16, &all, sizeof all);
     }
-    if (j < C) {
-        i32x8 key = rotate_tile16(x + j, (int)(C - j) / 16, s0, s1, signs, y + j);
-        if (most) memcpy(most + j / 16, &key, (C - j) / 16 * 4);
+    for (; j < C; j += 16) {
+        rotate_group(x + j, 1, 16, signs, y + j, 1);
+        if (most) most[j / 16] = segment_key(y + j, 16) - NAN_OFFSET;
     }
 }
 // `most`: (blocks) maxima of 1 x 16 or 16 x 1 blocks that are the groups; null if they are others.
@@ -196,4 +137,3 @@ static void rotate_f32(const float *x, int64_t C, int64_t stride, int64_t d, boo
 static void rotate_bf16(const bf16 *x, int64_t C, int64_t stride, int64_t d, bool down, const double *signs, bf16 *y, int32_t *most) {
     rotate(x, C, stride, d, down, signs, y, most);
 }
-
