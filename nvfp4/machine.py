@@ -1,5 +1,6 @@
 """Facts about this machine and installation that need neither torch nor a GPU library."""
 
+import ctypes
 import importlib.metadata
 import platform
 from pathlib import Path
@@ -41,3 +42,16 @@ def cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep what is freed, for the process's later tensors; True if it does.
+
+    By default glibc returns every large tensor to the system, and the next one pays for new pages:
+    a fifth of an emulated 1024 x 1024 linear. Other C libraries have no such switch.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nvfp4.engine import cpu
 from nvfp4.errors import MachineError, UserError
+from nvfp4.machine import keep_freed_memory
 
 _SECONDS_FOR_RANK_0 = 10.0
 _store: Any = None  # shared by all ranks; carries the news that a rank failed
@@ -60,6 +61,8 @@ def start(layout: Layout, *, seed: int, deterministic: bool) -> World:
     Recipe.accumulation checks. Raises MachineError if a process has no GPU of its own.
     """
     on_cpu = cpu.install()
+    if on_cpu:
+        keep_freed_memory()
     if deterministic and not on_cpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     owned = not dist.is_initialized()
