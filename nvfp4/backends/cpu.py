@@ -21,7 +21,6 @@ from nvfp4.errors import MachineError, UserError
 from nvfp4.numerics import gemm as products
 from nvfp4.numerics import hadamard, scaling
 from nvfp4.numerics import quantize as definition
-from nvfp4.numerics.formats import FORMATS, decode
 from nvfp4.numerics.philox import RandomBits
 from nvfp4.numerics.quantize import QuantizedTensor
 from nvfp4.numerics.spec import QuantSpec
@@ -151,7 +150,7 @@ def _decoded(q: QuantizedTensor, amax: Tensor | None) -> Tensor:
     """Codes times block scales, and times the tensor's amax over the range where given."""
     spec = q.spec
     if spec.block == "tensor":
-        return decode(q.codes, FORMATS[spec.format])
+        return _values(q)
     codes, turned = _as_it_lies(q.codes)
     rows, columns = spec.block_shape
     block = (columns, rows) if turned else (rows, columns)
@@ -163,6 +162,14 @@ def _decoded(q: QuantizedTensor, amax: Tensor | None) -> Tensor:
         codes.contiguous(), _turn(scale, turned).contiguous(), *block, spec.format,
         spec.block_scale, amax, limit,
     )  # fmt: skip
+    return _turn(found, turned)
+
+
+def _values(q: QuantizedTensor) -> Tensor:
+    """The element codes as float32, without any scale."""
+    codes, turned = _as_it_lies(q.codes)
+    one = torch.ones(1, 1)
+    found = compiled.decode(codes, one, *codes.shape, q.spec.format, "", None, 1.0)
     return _turn(found, turned)
 
 
@@ -181,7 +188,7 @@ def _operand(operand: products.Operand) -> Tensor:
 
 def _promoted(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """numerics.gemm.fp8_blocks: per 128 of the contraction a product, scaled and added up."""
-    codes_a, codes_b = (decode(q.codes, FORMATS[q.spec.format]) for q in (a, b))
+    codes_a, codes_b = _values(a), _values(b)
     scale_a, scale_b = (
         q.block_scale.repeat_interleave(q.spec.block_shape[0], 0)[: q.shape[0]] for q in (a, b)
     )

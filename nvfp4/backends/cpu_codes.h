@@ -2,9 +2,10 @@
 
 // ---- formats.encode, equation (1) ----------------------------------------------------------
 
-struct E2M1 { enum { m = 1, emin = 0, largest = 0x40C00000, nan = 7, sign = 8 }; };
-struct E4M3 { enum { m = 3, emin = -6, largest = 0x43E00000, nan = 0x7F, sign = 0x80 }; };
-struct E5M2 { enum { m = 2, emin = -14, largest = 0x47600000, nan = 0x7F, sign = 0x80 }; };
+// nan: the code of NaN; last: that of infinity, or else of the largest number
+struct E2M1 { enum { m = 1, emin = 0, largest = 0x40C00000, nan = 7, sign = 8, last = 7 }; };
+struct E4M3 { enum { m = 3, emin = -6, largest = 0x43E00000, nan = 0x7F, sign = 0x80, last = 0x7E }; };
+struct E5M2 { enum { m = 2, emin = -14, largest = 0x47600000, nan = 0x7F, sign = 0x80, last = 0x7C }; };
 struct UE5M3 { enum { m = 3, emin = -14, largest = 0x47E00000, nan = 0xFF, sign = 0 }; };
 
 template <class F, bool RANDOM> INLINE i32x8 encode(f32x8 x, i32x8 random) {
@@ -177,28 +178,48 @@ static void philox_row(const Job &job, int64_t row, uint8_t *out) {  // ceil(..)
 // ---- decode, products, counts --------------------------------------------------------------
 
 const float E2M1_VALUES[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-INLINE f32x8 e2m1_values(i32x8 code) {
-    f32x8 value = __builtin_shuffle(load(E2M1_VALUES), code & 7);
-    return bits<f32x8>(bits<i32x8>(value) | (code & 8) << 28);
-}
-static void decode_e2m1(const uint8_t *codes, int64_t C, int64_t bc, const float *scale, float *out) {
-    for (int64_t j = 0; j < C; j += 16) {  // C and bc are multiples of 16, or bc is 1
-        Two code = load_bytes(codes + j);
-        f32x8 v[2] = {e2m1_values(code.a), e2m1_values(code.b)};
-        if (bc == 1) v[0] *= load(scale + j), v[1] *= load(scale + j + 8);
-        else v[0] *= *scale, v[1] *= *scale;
-        store(out + j, v[0]);
-        store(out + j + 8, v[1]);
-        if (bc == 16 || (j + 16) % bc == 0) scale += bc != 1;
+template <class F> INLINE f32x8 values(i32x8 code) {  // formats.decode
+    if (F::sign == 8) {
+        f32x8 value = __builtin_shuffle(load(E2M1_VALUES), code & 7);
+        return bits<f32x8>(bits<i32x8>(value) | (code & 8) << 28);
     }
+    // the code's bits as those of a float with the same mantissa width; rebias by a power of two
+    f32x8 value = bits<f32x8>((code & 0x7F) << (23 - F::m)) * bits<float>((int32_t)((127 + 127 + F::emin - 1) << 23));
+    value = (code & 0x7F) > (int32_t)F::last ? bits<f32x8>(splat(0x7FC00000)) : value;
+    return bits<f32x8>(bits<i32x8>(value) | (code & 0x80) << 24);
 }
-static void decode_any(const uint8_t *codes, int64_t C, int64_t bc, const float *scale, const float *table, float *out) {
-    if (bc == 1)
-        for (int64_t j = 0; j < C; j++) out[j] = table[codes[j]] * scale[j];
-    else
-        for (int64_t start = 0, b = 0; start < C; start += bc, b++)
-            for (int64_t j = start; j < std::min(start + bc, C); j++) out[j] = table[codes[j]] * scale[b];
+template <class F, bool PER_COLUMN> INLINE void decode16(const uint8_t *codes, const float *scale, float *out) {
+    Two code = load_bytes(codes);
+    store(out, values<F>(code.a) * (PER_COLUMN ? load(scale) : splat(*scale)));
+    store(out + 8, values<F>(code.b) * (PER_COLUMN ? load(scale + 8) : splat(*scale)));
 }
+template <class F, bool PER_COLUMN>  // the last n < 16 values
+INLINE void decode_rest(const uint8_t *codes, int64_t n, const float *scale, float *out) {
+    uint8_t few[16] = {};
+    float scales[16] = {}, values[16];
+    memcpy(few, codes, n);
+    memcpy(scales, scale, (PER_COLUMN ? n : 1) * sizeof(float));
+    decode16<F, PER_COLUMN>(few, scales, values);
+    memcpy(out, values, n * sizeof(float));
+}
+template <class F>
+static void decode_row(const uint8_t *codes, int64_t C, int64_t bc, const float *scale, float *out) {
+    int64_t j = 0;
+    if (bc == 1) {
+        for (; j + 16 <= C; j += 16) decode16<F, true>(codes + j, scale + j, out + j);
+        if (j < C) decode_rest<F, true>(codes + j, C - j, scale + j, out + j);
+    } else if (bc == 16) {
+        for (; j + 16 <= C; j += 16) decode16<F, false>(codes + j, scale++, out + j);
+        if (j < C) decode_rest<F, false>(codes + j, C - j, scale, out + j);
+    } else
+        for (int64_t start = 0; start < C; start += bc, scale++) {
+            int64_t end = std::min(start + bc, C);
+            for (j = start; j + 16 <= end; j += 16) decode16<F, false>(codes + j, scale, out + j);
+            if (j < end) decode_rest<F, false>(codes + j, end - j, scale, out + j);
+        }
+}
+typedef void (*DecodeRow)(const uint8_t *, int64_t, int64_t, const float *, float *);
+static const DecodeRow DECODERS[3] = {decode_row<E2M1>, decode_row<E4M3>, decode_row<E5M2>};
 static void finish_f32(const float *y, int64_t n, const float *factors, int64_t count, const float *add, float *out) {
     for (int64_t j = 0; j < n; j++) {
         float v = y[j];

@@ -47,7 +47,6 @@ struct Job {
     int64_t key0, key1, tag, feature_offset;
     const float *scale;         // (blocks) decode scales, or null: those of block_scale by
     const float *scale_table;   // (256,) their values, times fl(. * amax) * inverse_target if amax
-    const float *table;         // (256,) values of the codes
     float *out;                 // (R, C)
 };
 
@@ -144,7 +143,7 @@ static const Kernels &kernels() {
 }
 
 extern "C" {
-int64_t nvfp4_abi() { return 1; }  // cpu.py refuses a library of another layout of Job
+int64_t nvfp4_abi() { return 2; }  // cpu.py refuses a library of another layout of Job
 int64_t nvfp4_omp() { return dlsym(RTLD_DEFAULT, "GOMP_parallel") != nullptr; }
 const char *nvfp4_instructions() {
     kernels();

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nvfp4.errors import MachineError, UserError
 from nvfp4.numerics import philox
-from nvfp4.numerics.formats import E4M3, FORMATS, UE5M3
+from nvfp4.numerics.formats import E4M3, UE5M3
 
-ABI = 1  # layout of Job, see nvfp4_abi
+ABI = 2  # layout of Job, see nvfp4_abi
 FORMAT_NUMBERS = {"e2m1": 0, "e4m3": 1, "e5m2": 2}
 SCALE_FORMATS = {"e4m3": (0, E4M3), "ue5m3": (1, UE5M3)}
 SMALL = 1 << 15  # values below which a second thread costs more than it brings
@@ -40,7 +40,7 @@ class Job(ctypes.Structure):
         ("block_scale", _POINTER), ("encode_scale", _POINTER), ("codes", _POINTER),
         ("random_bytes", _POINTER), ("sample", _POINTER), ("position", _POINTER),
         ("key0", _INTEGER), ("key1", _INTEGER), ("tag", _INTEGER), ("feature_offset", _INTEGER),
-        ("scale", _POINTER), ("scale_table", _POINTER), ("table", _POINTER), ("out", _POINTER),
+        ("scale", _POINTER), ("scale_table", _POINTER), ("out", _POINTER),
     ]  # fmt: skip
 
 
@@ -194,10 +194,9 @@ def quantize(
 
 
 @lru_cache
-def _table(name: str) -> Tensor:
-    """Values of the 256 bytes in an element or scale format; unused ones are 0."""
-    fmt = FORMATS[name] if name in FORMATS else SCALE_FORMATS[name][1]
-    values = fmt.values()[:256]
+def _table(scale_format: str) -> Tensor:
+    """Values of the 256 bytes as a scale; unused ones are 0."""
+    values = SCALE_FORMATS[scale_format][1].values()[:256]
     return torch.tensor([*values, *[0.0] * (256 - len(values))], dtype=torch.float32)
 
 
@@ -210,7 +209,7 @@ def decode(
     out = torch.empty(codes.shape, dtype=torch.float32)
     job = Job(
         **_describe(codes, br, bc), format=FORMAT_NUMBERS[format], codes=_at(codes, torch.uint8),
-        table=_table(format).data_ptr(), out=out.data_ptr(),
+        out=out.data_ptr(),
     )  # fmt: skip
     if scale.dtype == torch.uint8:
         job.block_scale, job.scale_table = _at(scale, torch.uint8), _table(scale_format).data_ptr()

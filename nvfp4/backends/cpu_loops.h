@@ -76,7 +76,7 @@ static int64_t quantize_all(const Job *job) {
 // code * scale, float32.
 static void decode_all(const Job *job) {
     const int64_t C = job->C, blocks = ceil_div(C, job->bc);
-    const bool quick = job->format == 0 && C % 16 == 0 && (job->bc == 1 || job->bc % 16 == 0);
+    const DecodeRow decode_one = DECODERS[job->format];
     parallel(job->R, job->threads, [&](int64_t begin, int64_t end) {
         std::vector<float> decoded(job->scale ? 0 : blocks + 8);
         int64_t row_of_blocks = -1;
@@ -92,8 +92,7 @@ static void decode_all(const Job *job) {
                 }
                 scale = decoded.data();
             }
-            if (quick) decode_e2m1(job->codes + r * C, C, job->bc, scale, job->out + r * C);
-            else decode_any(job->codes + r * C, C, job->bc, scale, job->table, job->out + r * C);
+            decode_one(job->codes + r * C, C, job->bc, scale, job->out + r * C);
         }
     });
 }
