@@ -38,6 +38,7 @@ def test_auto_says_why(monkeypatch):
             transpose=None,
             gemm=None,
             kernel=None,
+            finite=None,
         )
 
     monkeypatch.setattr(backends, "NAMES", ("fast", "reference"))

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvfp4 import backends
-from nvfp4.backends import cpu, cpu_library
+from nvfp4.backends import cpu, cpu_library, cpu_ops
 from nvfp4.errors import MachineError, UserError
 from nvfp4.numerics import gemm as products
+from nvfp4.numerics import hadamard
 from nvfp4.numerics import quantize as definition
 from nvfp4.numerics.golden import verify
 from nvfp4.numerics.philox import RandomBits
@@ -258,7 +259,7 @@ def test_pointers_are_never_of_another_kind_of_tensor():
     y = torch.ones(4, 4)
     for wrong in (y.bfloat16(), torch.ones(8, 8)[::2, ::2], y.to("meta")):
         with pytest.raises(TypeError, match="contiguous CPU tensor"):
-            cpu_library.finish(wrong, [1.0], None, torch.float32)
+            cpu_library.finish(wrong, [1.0], None)
     with pytest.raises(UserError, match="meta; run.backend: reference"):
         cpu.quantize(torch.ones(16, 16, device="meta"), NVFP4)
     with pytest.raises(TypeError, match="rows on the CPU"):
@@ -268,12 +269,13 @@ def test_pointers_are_never_of_another_kind_of_tensor():
 @needs_kernels
 def test_finite():
     for dtype, value, at in product(
-        (torch.float32, torch.bfloat16), (math.nan, -math.nan, math.inf, -math.inf), (0, 7, 8, 36)
+        (torch.float32, torch.bfloat16), (math.nan, -math.nan, math.inf, -math.inf), (0, 9, 18, 36)
     ):
         x = torch.full((37,), torch.finfo(dtype).max, dtype=dtype)
         assert all(cpu_library.finite(x) for _ in sets())
         x[at] = value
         assert not any(cpu_library.finite(x) for _ in sets())
+        assert not cpu.finite(x[None, ::3]) and not cpu.finite(x.view(1, -1).t())
 
 
 def test_what_the_definition_still_computes():
@@ -347,3 +349,31 @@ def test_golden_vectors():
     lines = []
     assert verify(Path(__file__).parent / "golden", lines.append, backends.choose("cpu")) == 0
     assert lines[-1] == "15 files: 1098 arrays compared, 1098 equal; 0 files with differences"
+
+
+@needs_kernels
+def test_operators_are_what_their_schemas_say():
+    """Names, mutations, and the shapes that fake tensors get."""
+    x, empty = matrix("normal", (32, 64), torch.float32), [None, [0, 0, 0, 0], None, None]
+    rotation, none = (16, False, hadamard.sign_vector(16, "fixed") / 4), (0, False, None)
+    codes, scales, amax = cpu_ops.quantize(
+        x, None, 1, 16, *rotation, "e2m1", "e4m3", 0, 2688.0, 6.0, *empty
+    )
+    calls = [
+        (
+            cpu_ops.quantize,
+            (x, amax, 1, 16, 0, False, None, "e2m1", "e4m3", 0, 2688.0, 6.0, *empty),
+        ),
+        (cpu_ops.block_amax, (x, 1, 16, *rotation)),
+        (cpu_ops.block_amax, (x, 16, 16, *none)),
+        (cpu_ops.encode, (x, torch.ones(32, 4), 1, 16, "e4m3", *empty)),
+        (cpu_ops.decode, (codes, scales, 1, 16, "e2m1", "e4m3", amax, 2688.0)),
+        (cpu_ops.finish, (x, [2.0, 3.0], x.clone())),
+        (cpu_ops.finish_bf16, (x, [2.0], None)),
+        (cpu_ops.promote, (x, torch.ones(32), torch.ones(64), True, x.clone())),
+    ]
+    for operator, arguments in calls:
+        utils = ("test_schema", "test_faketensor")
+        assert set(torch.library.opcheck(operator, arguments, test_utils=utils).values()) == {
+            "SUCCESS"
+        }

@@ -4,6 +4,7 @@ A backend is a module beside this one with
 
     unsupported_reason() -> str | None     why it cannot run on this machine
     quantize, dequantize, transpose, gemm  as in nvfp4.numerics, equal to them bit for bit
+    finite(x) -> bool                      whether x holds neither NaN nor infinity
     kernel(a, b, accumulate) -> str        which code its gemm takes for a pair, for the audit
 
 The choice is made once, before training, and nothing falls back afterwards.
@@ -30,6 +31,7 @@ class Backend:
     dequantize: Callable[..., Any]
     transpose: Callable[..., Any]
     gemm: Callable[..., Any]
+    finite: Callable[[Any], bool]
     kernel: Callable[..., str]
 
 
@@ -54,7 +56,7 @@ def choose(requested: str = "auto") -> Backend:
             reasons.append(f"{name}: chosen, {why}")
             return Backend(
                 name, tuple(reasons), module.quantize, module.dequantize, module.transpose,
-                module.gemm, module.kernel,
+                module.gemm, module.finite, module.kernel,
             )  # fmt: skip
         reasons.append(f"{name}: {reason}")
     raise MachineError(f"run.backend={requested} cannot run on this machine; {'; '.join(reasons)}")

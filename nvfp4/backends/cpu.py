@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4.backends import cpu_library as compiled
+from nvfp4.backends import cpu_library, reference
+from nvfp4.backends import cpu_ops as compiled
 from nvfp4.errors import MachineError, UserError
 from nvfp4.numerics import gemm as products
 from nvfp4.numerics import hadamard, scaling
@@ -33,7 +34,7 @@ _NO_ADDRESS = [0, 0, 0, 0]
 def unsupported_reason() -> str | None:
     """Why this backend cannot run here: not compiled, or tensors live on a GPU."""
     try:
-        compiled.library()
+        cpu_library.library()
     except MachineError as error:
         return str(error).removeprefix("backend cpu: ")
     return None
@@ -123,7 +124,7 @@ def _rotation(
 
 
 def _bytes(bits: RandomBits) -> Tensor:
-    found = compiled.random_bytes(bits)
+    found = cpu_library.random_bytes(bits)
     return found.t() if bits.turned else found
 
 
@@ -155,7 +156,7 @@ def _decoded(q: QuantizedTensor, amax: Tensor | None) -> Tensor:
     rows, columns = spec.block_shape
     block = (columns, rows) if turned else (rows, columns)
     scale = q.block_scale
-    if spec.block_scale not in compiled.SCALE_FORMATS:
+    if spec.block_scale not in cpu_library.SCALE_FORMATS:
         scale = definition.decode_block_scale(q)
     limit = 1.0 if amax is None else scaling.second_level_range(spec)
     found = compiled.decode(
@@ -202,6 +203,14 @@ def _promoted(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     return total
 
 
+def finite(x: Tensor) -> bool:
+    """Whether x, not empty, holds neither NaN nor infinity."""
+    lies = x if x.is_contiguous() else x.t() if x.dim() == 2 else x
+    if not lies.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
+        return reference.finite(x)
+    return cpu_library.finite(lies)
+
+
 def kernel(a: products.Operand, b: products.Operand, accumulate: str = "fp32") -> str:
     """As numerics.gemm.kernel, and what of the operands the definition has quantised."""
     left = [by_definition(q.spec) for q in (a, b) if isinstance(q, QuantizedTensor)]
@@ -236,8 +245,11 @@ def gemm(
     rows = [q for q in (a, b) if products.level(q) == "row"]
     if not rows:
         add = None if accumulator is None else accumulator.contiguous()
-        return compiled.finish(y, factors, add, out_dtype)
-    y = compiled.finish(y, factors, None, torch.float32)
+        if out_dtype == torch.bfloat16:
+            return compiled.finish_bf16(y, factors, add)
+        compiled.finish(y, factors, add)
+        return y
+    compiled.finish(y, factors, None)
     for q in rows:
         assert isinstance(q, QuantizedTensor) and q.amax is not None
         y = y.mul_(q.amax if q is a else q.amax.t())

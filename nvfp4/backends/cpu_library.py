@@ -179,7 +179,7 @@ def quantize(
     scales = torch.empty(blocks, dtype=torch.uint8)
     work = torch.empty(2, *blocks, dtype=torch.float32)  # maxima and encode scales
     rotated = torch.empty(x.shape, dtype=torch.bfloat16) if hadamard else None
-    found = torch.empty((), dtype=torch.float32) if amax is None else amax
+    found = torch.empty((), dtype=torch.float32) if amax is None else amax.clone()
     job = Job(
         **_describe(x, br, bc), **_random(bits, address, sample, position), hadamard=hadamard,
         hadamard_down=down, signs=None if signs is None else _at(signs, torch.float64),
@@ -221,19 +221,25 @@ def decode(
     return out
 
 
-def finish(y: Tensor, factors: list[float], add: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y times each factor in order, plus `add`, in float32; then one rounding to dtype.
+def finish(y: Tensor, factors: list[float], add: Tensor | None) -> None:
+    """y (M, N) float32 times each factor in order, plus `add`, rounded every time; in place."""
+    _finish(y, factors, add, y)
 
-    y: (M, N) float32, contiguous; overwritten where dtype is float32. dtype: float32 or bfloat16.
-    """
-    out = y if dtype == torch.float32 else torch.empty(y.shape, dtype=dtype)
+
+def finish_bf16(y: Tensor, factors: list[float], add: Tensor | None) -> Tensor:
+    """As finish, and then rounded once more; y is left as it is."""
+    out = torch.empty(y.shape, dtype=torch.bfloat16)
+    _finish(y, factors, add, out)
+    return out
+
+
+def _finish(y: Tensor, factors: list[float], add: Tensor | None, out: Tensor) -> None:
     numbers = (ctypes.c_float * len(factors))(*factors)
     library().nvfp4_finish(
         _at(y, torch.float32), y.numel(), ctypes.addressof(numbers), len(factors),
-        None if add is None else _at(add, torch.float32), out.data_ptr(), dtype == torch.bfloat16,
-        threads(y.numel()),
+        None if add is None else _at(add, torch.float32), out.data_ptr(),
+        out.dtype == torch.bfloat16, threads(y.numel()),
     )  # fmt: skip
-    return out
 
 
 def promote(p: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool, total: Tensor) -> None:

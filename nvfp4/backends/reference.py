@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nvfp4.numerics import quantize as definition
@@ -9,12 +10,17 @@ from nvfp4.numerics.gemm import gemm, kernel
 from nvfp4.numerics.quantize import QuantizedTensor, dequantize, transpose
 from nvfp4.numerics.spec import QuantSpec
 
-__all__ = ["dequantize", "gemm", "kernel", "quantize", "transpose", "unsupported_reason"]
+__all__ = ["dequantize", "finite", "gemm", "kernel", "quantize", "transpose", "unsupported_reason"]
 
 
 def unsupported_reason() -> str | None:
     """Why this backend cannot run here: never, it needs PyTorch only."""
     return None
+
+
+def finite(x: Tensor) -> bool:
+    """Whether x, not empty, holds neither NaN nor infinity: extremes hand NaN on."""
+    return bool(torch.isfinite(torch.stack(x.aminmax())).all())
 
 
 def quantize(x: Tensor, spec: QuantSpec, **given: Any) -> QuantizedTensor:

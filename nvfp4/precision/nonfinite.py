@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nvfp4 import backends
 from nvfp4.precision.tables import Policy
 
 READERS = {  # role -> GEMMs that read it, in the order of execution
@@ -80,13 +81,13 @@ def count(
     if not tensor.numel() or not _counted_under(policy, gemm, role, runs):
         return
     if not _watching:
-        if not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
+        if not backends.active().finite(tensor):
             where = f"{name} {gemm} {role} holds NaN or infinity, which quantising makes numbers of"
             text = f"{where}; nvfp4.precision.nonfinite counts them"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         return
-    if tensor.device.type == "cpu" and bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
-        return  # aminmax hands NaN on
+    if tensor.device.type == "cpu" and backends.active().finite(tensor):
+        return
     counts = torch.stack([tensor.isnan().sum(), tensor.isinf().sum()])
     for seen in _watching:
         seen.add((name, gemm, role), counts)
