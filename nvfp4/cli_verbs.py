@@ -217,6 +217,30 @@ def verify(parser: Parser) -> Run:
     return run
 
 
+def bench(parser: Parser) -> Run:
+    """How fast is it here? Quantising, linears, training steps, other libraries; 3 minutes.
+
+    nvfp4 bench
+    nvfp4 bench --only quantise,linear --json bench.json --plot bench.png
+    nvfp4 bench --gpu                           equality and speed on a CUDA GPU, 4 minutes
+    """
+    parser.add_argument(
+        "--only", metavar="A,B", default="", help="of machine, quantise, linear, step, peers"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: a look, no figures")
+    parser.add_argument("--gpu", action="store_true", help="the Triton kernels on this GPU instead")
+    parser.add_argument("--json", metavar="FILE", dest="json_file", type=Path, help="all numbers")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="a figure, PNG or PDF")
+
+    def run(args: argparse.Namespace) -> int:
+        from nvfp4.lab.bench import bench
+
+        return bench(**vars(args))
+
+    return run
+
+
 def inspect(parser: Parser) -> Run:
     """What is in a run folder, a checkpoint, a .bin/.idx prefix, a .safetensors or .npz file?
 
@@ -235,5 +259,5 @@ def inspect(parser: Parser) -> Run:
 
 VERBS: dict[str, Callable[[Parser], Run]] = {
     verb.__name__: verb
-    for verb in (recipes, check, doctor, tokenize, train, parity, ablate, verify, inspect)
+    for verb in (recipes, check, doctor, tokenize, train, parity, ablate, verify, bench, inspect)
 }

@@ -43,23 +43,19 @@ def package_lines() -> tuple[list[str], bool]:
     return lines, complete
 
 
-def numerics_line() -> tuple[str, bool]:
-    """Runs the fprop GEMM of one NVFP4 linear and compares it with decoded operands in FP64."""
-    import torch
+def backend_lines() -> tuple[list[str], bool]:
+    """A line per backend, what it can do; and whether all they do is right."""
+    from nvfp4.features import FEATURES, Feature, features
 
-    from nvfp4.numerics.gemm import gemm
-    from nvfp4.numerics.quantize import dequantize, quantize
-    from nvfp4.numerics.spec import NVFP4, NVFP4_2D
+    lines = [f"{'':<11}" + "".join(f"{name:<12}" for name in FEATURES)]
 
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(32, 64, generator=generator).bfloat16()
-    w = torch.randn(48, 64, generator=generator).bfloat16()
-    qx, qw = quantize(x, NVFP4), quantize(w, NVFP4_2D)
-    y = gemm(qx, qw, out_dtype=torch.float32)
-    exact = dequantize(qx).double() @ dequantize(qw).double().t()
-    error = ((y.double() - exact).abs().max() / exact.abs().max()).item()
-    ok = error < 1e-6
-    return f"{'ok' if ok else 'WRONG':<9}one NVFP4 GEMM against FP64: relative {error:.1e}", ok
+    def write(one: Feature) -> None:
+        if one.reason and set(one.cells) == {"-"}:
+            lines.append(f"{one.backend:<11}no: {one.reason}")
+        else:
+            lines.append(f"{one.backend:<11}" + "".join(f"{word:<12}" for word in one.cells))
+
+    return lines, features(write)
 
 
 def mamba_lines() -> list[str]:
@@ -106,11 +102,11 @@ def doctor(echo: Callable[[str], None] = print) -> int:
     from nvfp4.backends import choose
 
     choice = choose("auto")
-    echo("\nbackends")
-    for reason in choice.reasons:
-        echo(f"  {reason}")
-    line, ok = numerics_line()
-    echo(f"  {choice.name:<11}{line}")
+    echo("\nbackends, tried on one small linear and compared with the definition bit by bit")
+    lines, ok = backend_lines()
+    for line in lines:
+        echo(f"  {line.rstrip()}")
+    echo(f"  run.backend=auto takes {choice.reasons[-1]}")
     echo("\nmamba")
     for line in mamba_lines():
         echo(f"  {line}")

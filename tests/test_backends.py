@@ -17,7 +17,9 @@ from nvfp4.precision.presets import PRESETS
 
 def test_reference_is_the_definition():
     chosen = backends.choose("reference")
-    assert chosen.name == "reference" and chosen.reasons == ("reference: chosen, requested",)
+    assert chosen.name == "reference" and chosen.reasons == (
+        "reference: chosen, requested; PyTorch operations",
+    )
     assert chosen.transpose is quantize.transpose and chosen.gemm is gemm.gemm
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     got, want = chosen.quantize(x.t(), NVFP4), quantize.quantize(x.t().contiguous(), NVFP4)
@@ -33,6 +35,7 @@ def test_auto_says_why(monkeypatch):
         reason = "needs compute capability 10.0" if name == "fast" else None
         return SimpleNamespace(
             unsupported_reason=lambda: reason,
+            description=lambda: "some code",
             quantize=None,
             dequantize=None,
             transpose=None,
@@ -47,7 +50,7 @@ def test_auto_says_why(monkeypatch):
     assert chosen.name == "reference"
     assert chosen.reasons == (
         "fast: needs compute capability 10.0",
-        "reference: chosen, first one supported here",
+        "reference: chosen, first one supported here; some code",
     )
     with pytest.raises(MachineError) as caught:  # asked for by name: no fallback
         backends.choose("fast")

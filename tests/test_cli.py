@@ -84,9 +84,9 @@ def test_examples_in_help_are_valid_command_lines(verb):
 
 WRONG_USAGE = {
     "chekc tiny_nvfp4": "nvfp4: 'chekc' is no verb; did you mean check? verbs: recipes, check, "
-    "doctor, tokenize, train, parity, ablate, verify, inspect",
+    "doctor, tokenize, train, parity, ablate, verify, bench, inspect",
     "frobnicate": "nvfp4: 'frobnicate' is no verb; verbs: recipes, check, doctor, tokenize, train, "
-    "parity, ablate, verify, inspect",
+    "parity, ablate, verify, bench, inspect",
     "check": "nvfp4 check: the following arguments are required: RECIPE; see nvfp4 check --help",
     "check tiny_nvfp4 --train.steps=5": "nvfp4 check: --train.steps=5: write train.steps=5; "
     "keys of a recipe take no dashes",

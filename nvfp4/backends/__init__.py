@@ -3,6 +3,7 @@
 A backend is a module beside this one with
 
     unsupported_reason() -> str | None     why it cannot run on this machine
+    description() -> str                   which code that is here
     quantize, dequantize, transpose, gemm  as in nvfp4.numerics, equal to them bit for bit
     finite(x) -> bool                      whether x holds neither NaN nor infinity
     kernel(a, b, accumulate) -> str        which code its gemm takes for a pair, for the audit
@@ -10,7 +11,8 @@ A backend is a module beside this one with
 The choice is made once, before training, and nothing falls back afterwards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -39,6 +41,11 @@ def _module(name: str) -> ModuleType:
     return import_module(f"nvfp4.backends.{name}")
 
 
+def unsupported_reason(name: str) -> str | None:
+    """Why a backend cannot run on this machine, None if it can."""
+    return _module(name).unsupported_reason()
+
+
 def choose(requested: str = "auto") -> Backend:
     """The requested backend, or with `auto` the first in NAMES that this machine supports.
 
@@ -49,11 +56,10 @@ def choose(requested: str = "auto") -> Backend:
         raise UserError(f"run.backend: unknown backend {requested!r}; allowed: {allowed}")
     reasons = []
     for name in NAMES if requested == "auto" else (requested,):
-        module = _module(name)
-        reason = module.unsupported_reason()
+        module, reason = _module(name), unsupported_reason(name)
         if reason is None:
             why = "first one supported here" if requested == "auto" else "requested"
-            reasons.append(f"{name}: chosen, {why}")
+            reasons.append(f"{name}: chosen, {why}; {module.description()}")
             return Backend(
                 name, tuple(reasons), module.quantize, module.dequantize, module.transpose,
                 module.gemm, module.finite, module.kernel,
@@ -69,6 +75,18 @@ def activate(backend: Backend) -> None:
     """Let every linear of this process use a backend from now on."""
     global _active
     _active = backend
+
+
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """The same for what runs inside."""
+    global _active
+    before = _active
+    activate(backend)
+    try:
+        yield
+    finally:
+        _active = before
 
 
 def active() -> Backend:

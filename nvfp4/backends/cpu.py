@@ -40,6 +40,11 @@ def unsupported_reason() -> str | None:
     return None
 
 
+def description() -> str:
+    """Which code that is here."""
+    return f"compiled kernels, {cpu_library.instructions()}"
+
+
 def by_definition(spec: QuantSpec) -> str:
     """What of a spec numerics.quantize computes element by element; empty if nothing."""
     if spec.scale_rule == "eden":
@@ -147,44 +152,49 @@ def transpose(q: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(q.codes.t(), q.block_scale.t(), q.amax, q.spec)
 
 
-def _decoded(q: QuantizedTensor, amax: Tensor | None) -> Tensor:
-    """Codes times block scales, and times the tensor's amax over the range where given."""
-    spec = q.spec
-    if spec.block == "tensor":
-        return _values(q)
+def _times(q: QuantizedTensor, scale: Tensor, amax: Tensor | None = None) -> Tensor:
+    """Element codes times the scale of their block, as float32.
+
+    scale: float32 for each block, or their codes; those are times the tensor's amax over the range
+    where that is given.
+    """
     codes, turned = _as_it_lies(q.codes)
-    rows, columns = spec.block_shape
+    rows, columns = (1, 1) if q.spec.block == "tensor" else q.spec.block_shape
     block = (columns, rows) if turned else (rows, columns)
-    scale = q.block_scale
-    if spec.block_scale not in cpu_library.SCALE_FORMATS:
-        scale = definition.decode_block_scale(q)
-    limit = 1.0 if amax is None else scaling.second_level_range(spec)
+    if scale.numel() == 1:
+        block = (codes.shape[0], codes.shape[1])
+    limit = 1.0 if amax is None else scaling.second_level_range(q.spec)
     found = compiled.decode(
-        codes.contiguous(), _turn(scale, turned).contiguous(), *block, spec.format,
-        spec.block_scale, amax, limit,
+        codes.contiguous(), _turn(scale, turned).contiguous(), *block, q.spec.format,
+        q.spec.block_scale, amax, limit,
     )  # fmt: skip
     return _turn(found, turned)
 
 
+def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """numerics.dequantize: same values."""
+    if not q.codes.numel():
+        return definition.dequantize(q, dtype)
+    if q.spec.second_level == "tensor":
+        assert q.amax is not None
+        return _times(q, q.block_scale, q.amax).to(dtype)
+    return _times(q, definition.decode_scale(q)).to(dtype)
+
+
 def _values(q: QuantizedTensor) -> Tensor:
     """The element codes as float32, without any scale."""
-    codes, turned = _as_it_lies(q.codes)
-    one = torch.ones(1, 1)
-    found = compiled.decode(codes, one, *codes.shape, q.spec.format, "", None, 1.0)
-    return _turn(found, turned)
-
-
-def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """numerics.dequantize; compiled for tensor amax."""
-    if q.spec.second_level != "tensor" or not q.codes.numel():
-        return definition.dequantize(q, dtype)
-    assert q.amax is not None
-    return _decoded(q, q.amax.contiguous()).to(dtype)
+    return _times(q, torch.ones(1, 1))
 
 
 def _operand(operand: products.Operand) -> Tensor:
     """What is multiplied: numerics.decode_operand, or a plain tensor in float32."""
-    return operand.float() if isinstance(operand, Tensor) else _decoded(operand, None)
+    if isinstance(operand, Tensor):
+        return operand.float()
+    if operand.spec.block == "tensor":
+        return _values(operand)
+    if operand.spec.block_scale in cpu_library.SCALE_FORMATS:
+        return _times(operand, operand.block_scale)
+    return _times(operand, definition.decode_block_scale(operand))
 
 
 def _promoted(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:

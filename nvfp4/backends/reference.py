@@ -10,12 +10,20 @@ from nvfp4.numerics.gemm import gemm, kernel
 from nvfp4.numerics.quantize import QuantizedTensor, dequantize, transpose
 from nvfp4.numerics.spec import QuantSpec
 
-__all__ = ["dequantize", "finite", "gemm", "kernel", "quantize", "transpose", "unsupported_reason"]
+__all__ = [
+    "dequantize", "description", "finite", "gemm", "kernel", "quantize", "transpose",
+    "unsupported_reason",
+]  # fmt: skip
 
 
 def unsupported_reason() -> str | None:
     """Why this backend cannot run here: never, it needs PyTorch only."""
     return None
+
+
+def description() -> str:
+    """Which code that is here."""
+    return "PyTorch operations"
 
 
 def finite(x: Tensor) -> bool:

@@ -258,16 +258,24 @@ def decode_operand(q: QuantizedTensor) -> Tensor:
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """code * decode scale in float32, then one rounding to dtype. Returns (M, K).
 
-    Two levels in the order of the dequantise kernel: code * (fl(scale * A) * fl(1/range)), range
-    2688 for NVFP4. A rotated tensor stays rotated.
+    A rotated tensor stays rotated.
+    """
+    return _scaled_codes(q, decode_scale(q)).to(dtype)
+
+
+def decode_scale(q: QuantizedTensor) -> Tensor:
+    """What dequantize multiplies the codes of a block by: float32 (R, C).
+
+    Two levels in the order of the dequantise kernel: fl(scale * A) * fl(1/range), range 2688 for
+    NVFP4.
     """
     scale = decode_block_scale(q)
     if q.amax is not None:
         amax = scaling.per_block(q.amax, q.spec.second_level)
-        scale = scaling.nvfp4_decode_scale(scale, amax, scaling.second_level_range(q.spec))
-    elif q.spec.block_scale == "e8m0":
-        scale = scale * mx.operand_factor(q.spec.scale_rule)
-    return _scaled_codes(q, scale).to(dtype)
+        return scaling.nvfp4_decode_scale(scale, amax, scaling.second_level_range(q.spec))
+    if q.spec.block_scale == "e8m0":
+        return scale * mx.operand_factor(q.spec.scale_rule)
+    return scale
 
 
 def _scaled_codes(q: QuantizedTensor, scale: Tensor) -> Tensor:
