@@ -19,7 +19,8 @@ install: $(STAMP)
 
 # The stamp depends on everything that decides what is installed. `touch` comes last, so an
 # interrupted installation is started again. torch is pinned in constraints.txt.
-$(STAMP): pyproject.toml setup.py constraints.txt
+KERNELS := $(wildcard nvfp4/backends/cpu_*.h nvfp4/backends/cpu_*.cpp)
+$(STAMP): pyproject.toml setup.py constraints.txt $(KERNELS)
 	@test -x $(BIN)/python || { echo "== making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing nvfp4[test] (a few minutes the first time)"
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]' | \
@@ -46,7 +47,7 @@ test-long: $(STAMP)
 # The same suite against megatron-core 0.19, in an environment of its own. Its wheels for
 # Python 3.11 exist but are marked for 3.12 and newer, hence the two flags.
 MCORE019 := .venv-mcore019
-$(MCORE019)/.installed: pyproject.toml setup.py constraints.txt
+$(MCORE019)/.installed: pyproject.toml setup.py constraints.txt $(KERNELS)
 	@test -x $(MCORE019)/bin/python || $(PYTHON) -m venv $(MCORE019)
 	@$(MCORE019)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
 	@$(MCORE019)/bin/python -m pip install --disable-pip-version-check -q --no-deps --ignore-requires-python megatron-core==0.19.2

@@ -4,6 +4,7 @@ Never imports torch: the kernels have a plain C interface. Without a compiler, o
 installation goes on, and `nvfp4 doctor` says that the CPU backend is missing.
 """
 
+import hashlib
 from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
@@ -15,12 +16,16 @@ for name in ("models", "data", "recipes"):
             "run: git config core.symlinks true && git checkout ."
         )
 
-BACKENDS = "nvfp4/backends"
+SOURCES = sorted(Path("nvfp4/backends").glob("cpu_*.[ch]*"))  # cpu_kernels.cpp and its headers
 KERNELS = Extension(
     "nvfp4.backends._cpu_kernels",
-    sources=[f"{BACKENDS}/cpu_kernels.cpp"],
-    depends=[str(path) for path in sorted(Path(BACKENDS).glob("cpu_*.h"))],
-    # no fast-math and no contraction to fma: the bits are those of numerics/
+    sources=["nvfp4/backends/cpu_kernels.cpp"],
+    depends=[str(path) for path in SOURCES],
+    # what backends/cpu_library.py recognises the library of these sources by
+    define_macros=[
+        ("SOURCES", hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest())
+    ],
+    # no fast-math, no contraction to fma: the bits are those of numerics/
     extra_compile_args=[
         "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
         "-g0", "-Wno-psabi",

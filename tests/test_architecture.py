@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 # A module may import modules of its own floor or of a lower one.
 FLOORS = {
     "errors": 0, "machine": 0, "numerics": 1, "backends": 2, "precision": 3, "models": 4, "data": 4,
-    "config": 5, "engine": 6, "lab": 7, "export": 7, "features": 7, "doctor": 8, "inspect": 8, "cli": 9,
-    "__init__": 10, "__main__": 10,
+    "config": 5, "engine": 6, "lab": 7, "export": 7, "features": 7, "doctor": 8, "inspect": 8,
+    "cli": 9, "__init__": 10, "__main__": 10,
 }  # fmt: skip
 WITHOUT_TORCH = [
     "nvfp4", "nvfp4.config", "nvfp4.numerics.spec", "nvfp4.precision.policy",

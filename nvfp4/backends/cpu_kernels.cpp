@@ -142,8 +142,10 @@ static const Kernels &kernels() {
 #endif
 }
 
+#define QUOTED(x) #x
+#define NAME(x) QUOTED(x)
 extern "C" {
-int64_t nvfp4_abi() { return 2; }  // cpu.py refuses a library of another layout of Job
+const char *nvfp4_sources() { return NAME(SOURCES); }  // cpu_library.py refuses another library
 int64_t nvfp4_omp() { return dlsym(RTLD_DEFAULT, "GOMP_parallel") != nullptr; }
 const char *nvfp4_instructions() {
     kernels();

@@ -8,6 +8,7 @@ transposed operand that is the untransposed tensor with blocks down its columns.
 """
 
 import ctypes
+import hashlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from nvfp4.errors import MachineError, UserError
 from nvfp4.numerics import philox
 from nvfp4.numerics.formats import E4M3, UE5M3
 
-ABI = 2  # layout of Job, see nvfp4_abi
 FORMAT_NUMBERS = {"e2m1": 0, "e4m3": 1, "e5m2": 2}
 SCALE_FORMATS = {"e4m3": (0, E4M3), "ue5m3": (1, UE5M3)}
 SMALL = 1 << 15  # values below which a second thread costs more than it brings
@@ -49,9 +49,15 @@ def library_file() -> Path | None:
     return next(iter(sorted(Path(__file__).parent.glob("_cpu_kernels*.so"))), None)
 
 
+def _sources() -> str:
+    """SHA-256 of the sources beside this file, as setup.py has it compiled into the library."""
+    files = sorted(Path(__file__).parent.glob("cpu_*.[ch]*"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 @lru_cache
 def library() -> ctypes.CDLL:
-    """The opened library. MachineError if there is none or it belongs to another version."""
+    """The opened library. MachineError if there is none or it is not of these sources."""
     file = library_file()
     if file is None:
         raise MachineError(
@@ -60,12 +66,13 @@ def library() -> ctypes.CDLL:
         )
     try:
         opened = ctypes.CDLL(str(file))
-        found = opened.nvfp4_abi()
+        opened.nvfp4_sources.restype = ctypes.c_char_p
+        found = opened.nvfp4_sources().decode()
     except (OSError, AttributeError) as error:
         raise MachineError(f"backend cpu: {file.name} cannot be opened: {error}") from None
-    if found != ABI:
+    if found != _sources():
         raise MachineError(
-            f"backend cpu: {file.name} was compiled from another version; install nvfp4 again"
+            f"backend cpu: {file.name} was compiled from other sources; install nvfp4 again"
         )
     opened.nvfp4_instructions.restype = ctypes.c_char_p
     for name in ("amax", "scales", "decode", "encode", "quantize", "philox"):
